@@ -78,6 +78,9 @@ def _lite0():
 BACKBONES = {"resnet50": lambda: _resnet("resnet50"), "resnet18": lambda: _resnet("resnet18"),
              "small": lambda: (SmallNet(), 128), "lite0": _lite0}
 
+def _check_backbone(name):
+    if name not in BACKBONES: raise InputError(f"unknown backbone {name!r}: the backbones are {', '.join(BACKBONES)}")
+
 # %% ../nbs/06_encoder.ipynb #680f6eef
 class TrackletEncoder(nn.Module):
     "CNN, transformer and projection of paper A: (b, t, c, h, w) to (b, d). Raises `InputError` on an unknown backbone"
@@ -92,7 +95,7 @@ class TrackletEncoder(nn.Module):
         out: int=128,              # width of the projection that the loss sees
     ):
         super().__init__()
-        if backbone not in BACKBONES: raise InputError(f"unknown backbone {backbone!r}: the backbones are {', '.join(BACKBONES)}")
+        _check_backbone(backbone)
         if d % heads: raise InputError(f"expected d to be a multiple of heads, got d={d}, heads={heads}")
         self.backbone, width = BACKBONES[backbone]()
         self.backbone.to(memory_format=torch.channels_last)
@@ -241,13 +244,12 @@ def create_encoder(
     **shape,                   # other arguments of `TrackletEncoder`
 ) -> TrackletEncoder:
     "A new encoder to be trained. Raises `InputError` if the weights cannot be had or do not fit"
+    _check_backbone(backbone)
+    if str(weights) == "random": note(f"the {backbone} backbone starts from random weights")
+    path = None if str(weights) == "random" else _imagenet_file(backbone) if str(weights) == "imagenet" else Path(weights)
+    tensors = _state_dict(path) if path else {}
     with seeded(seed): model = TrackletEncoder(backbone, **shape)
-    if str(weights) == "random":
-        note(f"the {backbone} backbone starts from random weights")
-        return model
-    path = _imagenet_file(backbone) if str(weights) == "imagenet" else Path(weights)
-    tensors = {k: v for k, v in _state_dict(path).items() if not re.match(r"_?fc\.", str(k))}
-    load_weights(model.backbone, tensors, path)
+    if path: load_weights(model.backbone, {k: v for k, v in tensors.items() if not re.match(r"_?fc\.", str(k))}, path)
     return model
 
 # %% ../nbs/06_encoder.ipynb #8c7bba65
@@ -255,6 +257,7 @@ def load_released(
     path,  # a released checkpoint (Lightning, or the bare names as .safetensors)
 ) -> TrackletEncoder:
     "The paper's encoder with released weights. Raises `InputError` if the file holds code or its names do not fit"
+    tensors = {re.sub(r"^mve\.(sfe\.)?", "", str(k)): v for k, v in _state_dict(path).items()}
     model = TrackletEncoder()
-    load_weights(model, {re.sub(r"^mve\.(sfe\.)?", "", str(k)): v for k, v in _state_dict(path).items()}, path)
+    load_weights(model, tensors, path)
     return model.eval()

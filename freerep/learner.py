@@ -416,6 +416,7 @@ class CheckpointCB(Callback):
         "Write the state"
         state, self.last = self.learn.state(), time.monotonic()
         if self.learn.rank == 0: save_state(state, self.path)
+        if self.learn.world > 1: dist.barrier()
 
     def save_weights(self):
         "Write the weights"

@@ -9,6 +9,8 @@ from collections import Counter, OrderedDict
 from functools import cached_property, partial
 from pathlib import Path
 import av, numpy as np, pandas as pd
+from av.video.frame import PictureType
+from av.video.reformatter import VideoReformatter
 from defusedxml import ElementTree
 from fastcore.basics import patch
 from PIL import Image
@@ -46,9 +48,8 @@ def _open_picture(path, shrink=1):
     "(picture in RGB and upright, its full size, the factor by which the JPEG decoder reduced it: 1, 2, 4 or 8 and at most `shrink`)"
     with Image.open(path) as im:
         full, s = im.size, next(s for s in (8, 4, 2, 1) if s <= shrink)
-        small = tuple(-(-n//s) for n in full)
-        if s > 1: im.draft("RGB", small)
-        if im.size != small: s = 1                  # only JPEG can be decoded at a fraction of its size
+        im.draft("RGB", tuple(max(1, n//s) for n in full))
+        if im.size != tuple(-(-n//s) for n in full): s = 1       # only JPEG can be decoded at a fraction of its size
         im.load()
         if s == 1: full = im.size
         turn, picture = _orientation(im), _to_rgb(im)
@@ -318,29 +319,32 @@ class _Reader:
     def __init__(self, path, table):
         self.path, (self.pts, key, self.exact) = path, table
         self.keys = np.flatnonzero(key) if key.any() else np.array([0])
-        self.decoded = self.seeks = 0
+        self.decoded, self.seeks, self.rgb = 0, 0, VideoReformatter()
         self._reopen()
     def _reopen(self):
         self.close()
         self.container, self.stream = _open_file(self.path)
-        self.at, self.frame, self.frames, self.fault = -1, None, self._decode(), None
+        self.at, self.frame, self.fault, self.frames = -1, None, None, self._decode()
     def close(self):
         if getattr(self, "container", None): self.container.close()
     def _decode(self):
-        "Frames with their numbers, from where the file stands"
-        count = -1
+        "(number, frame, damaged?) from where the file stands"
+        count, damaged = -1, False
         for packet in _packets(self.container, self.stream):
             try: frames = packet.decode()
-            except av.error.FFmpegError as e:
-                self.fault = e.strerror
-                continue
+            except av.error.FFmpegError as e: frames, damaged, self.fault = [], True, e.strerror
             for frame in frames:
                 self.decoded, count = self.decoded + 1, count + 1
-                number = count if not self.exact else int(np.searchsorted(self.pts, frame.pts)) if frame.pts is not None else len(self.pts)
-                if number < len(self.pts) and (not self.exact or self.pts[number] == frame.pts): yield number, frame
+                damaged = (damaged or frame.is_corrupt and frame.pict_type != PictureType.B) and not (frame.key_frame and not frame.is_corrupt)
+                number = count if not self.exact else self._number(frame.pts)
+                if number is not None: yield number, frame, damaged or frame.is_corrupt
+    def _number(self, pts):
+        "The frame number of a time stamp, None if the table has no such stamp"
+        i = len(self.pts) if pts is None else int(np.searchsorted(self.pts, pts))
+        return i if i < len(self.pts) and self.pts[i] == pts else None
     def _step(self):
         "Decode one frame; False at the end of the file"
-        self.at, self.frame = next(self.frames, (len(self.pts), None))
+        self.at, self.frame, self.damaged = next(self.frames, (len(self.pts), None, False))
         return self.frame is not None
 
 # %% ../nbs/02_sources.ipynb #80f761b4
@@ -358,11 +362,13 @@ def _start(self: _Reader, k):
 
 @patch
 def get(self: _Reader, k):
-    "Frame k, or None if the file does not give it"
+    "Frame k as an upright RGB picture, or None if the file does not give it whole"
     key = self.keys[self.keys <= k].max(initial=0)
     if not key <= self.at + 1 <= k + 1: self._start(k)
     while self.at < k and self._step(): pass
-    return self.frame if self.at == k else None
+    if self.at != k or self.damaged: return None
+    picture = Image.fromarray(self.rgb.reformat(self.frame, format="rgb24").to_ndarray())
+    return picture.rotate(self.frame.rotation, expand=True) if self.frame.rotation else picture
 
 # %% ../nbs/02_sources.ipynb #ff64dec1
 class _Open(threading.local):
@@ -385,6 +391,7 @@ class VideoFile(Video):
         with container:
             if next((True for p in _packets(container, stream) if p.size), None) is None: raise InputError(f"{path} holds no frame")
             self.fps, self.time_base, self.promised = float(stream.average_rate or stream.guessed_rate or 25), float(stream.time_base), stream.frames
+        if self.fps > 1000: self.fps = (self.n_frames - 1)/self.time(self.n_frames - 1)    # a time unit, not a rate
     @cached_property
     def _packet_table(self): return packet_table(self.path)
     def _list(self): return np.arange(len(self._packet_table[0])), []
@@ -398,13 +405,9 @@ class VideoFile(Video):
         "(frame, picture, full size, factor) of the frames that can be decoded"
         reader = _open_readers(self.path, self._packet_table)
         for f in sorted(shrink):
-            frame = reader.get(f)
-            if frame is None or frame.is_corrupt:
-                self.broken[f] = f"the decoder cannot make it out ({reader.fault or 'damaged data'})"
-                continue
-            picture = frame.to_image()
-            if frame.rotation: picture = picture.rotate(frame.rotation, expand=True)
-            yield f, picture, picture.size, 1
+            picture = reader.get(f)
+            if picture is None: self.broken[f] = f"the file is damaged there{f' ({reader.fault})' if reader.fault else ''}"
+            else: yield f, picture, picture.size, 1
 
 # %% ../nbs/02_sources.ipynb #94b36b85
 _OBJECT, _SIZE = re.compile(rb"<object>(.*?)</object>", re.S), re.compile(rb"<(width|height)>\s*([^<]*?)\s*</\1>")
@@ -412,7 +415,7 @@ _FIELD = re.compile(rb"<(unique_id|xmin|xmax|ymin|ymax)>\s*([^<]*?)\s*</\1>")
 
 def _plain_xml(data):
     "Is this XML of the one simple shape that the expressions above understand?"
-    return not (b"<!" in data or b"&" in data) and data.rstrip().endswith(b"</annotation>") and data.count(b"<object>") == data.count(b"</object>") == data.count(b"<object")
+    return data.isascii() and not (b"<!" in data or b"&" in data) and data.rstrip().endswith(b"</annotation>") and data.count(b"<object>") == data.count(b"</object>") == data.count(b"<object")
 
 def parse_xml(
     data: bytes,  # the content of a Pascal VOC file
@@ -420,7 +423,8 @@ def parse_xml(
     "(size {width, height}, one dictionary of strings per object {unique_id, xmin, xmax, ymin, ymax}). Raises `ValueError` if it is no such XML"
     if _plain_xml(data):
         text = lambda pairs: {k.decode(): v.decode() for k, v in pairs}
-        return text(_SIZE.findall(data)), [text(_FIELD.findall(o)) for o in _OBJECT.findall(data)]
+        size, objects = text(_SIZE.findall(data)), [text(_FIELD.findall(o)) for o in _OBJECT.findall(data)]
+        if all(len(o) == 5 for o in objects): return size, objects
     try: root = ElementTree.fromstring(data)
     except (ElementTree.ParseError, SyntaxError) as e: raise ValueError(f"is not well-formed XML ({e})") from None
     except ValueError as e: raise ValueError(f"is refused: XML with entities or references ({type(e).__name__})") from None
@@ -464,7 +468,7 @@ def xml_boxes(
     rows, found, start, seen = [], [], f"{video.name}_", []
     for e in os.scandir(folder):
         digits = e.name[len(start):-4]
-        if not (e.name.startswith(start) and e.name.endswith(".xml") and digits.isdecimal()): continue
+        if not (e.name.startswith(start) and e.name.endswith(".xml") and digits.isascii() and digits.isdigit() and len(digits) < 19): continue
         seen.append(int(digits))
         try:
             with open(e.path, "rb") as f: size, objects = parse_xml(f.read())
@@ -494,18 +498,20 @@ def _xml_rows(path, t, size, objects, video):
 def _coco_json(path, *keys):
     "Some lists of a COCO file"
     try: data = json.loads(Path(path).read_bytes())
-    except (ValueError, OSError) as e: raise InputError(f"{path} is not valid JSON: {e}") from None
+    except (ValueError, OSError, RecursionError) as e: raise InputError(f"{path} is not valid JSON: {e}") from None
     if not isinstance(data, dict) or not all(isinstance(data.get(k), list) for k in keys): raise InputError(f"{path} is no COCO file: expected lists named {', '.join(keys)}")
     return [data[k] for k in keys]
 
 def _coco_place(image):
     "(sequence, frame number) of a COCO image, from its fields or else from its file name"
     stem = re.fullmatch(r"(.*?)_?(\d*)", Path(image["file_name"]).stem, re.S)
-    return str(image.get("sequence_id", stem[1])), int(image.get("frame_id", stem[2]))
+    t = int(image.get("frame_id", stem[2]))
+    if abs(t) >= 2**62: raise ValueError(t)
+    return str(image.get("sequence_id", stem[1])), t
 
 @functools.lru_cache(maxsize=4)
-def _coco_table(path):
-    "All boxes of a COCO file, with their sequence, and problems"
+def _coco_table(path, changed):
+    "All boxes of a COCO file (last `changed` at that time), with their sequence, and problems"
     images, annotations = _coco_json(path, "images", "annotations")
     place, rows, found, sequences = {}, [], [], []
     for im in images:
@@ -524,7 +530,7 @@ def coco_boxes(
     video,  # the `Video`
 ):
     "(box table, problems) of one sequence of the COCO layout"
-    tables, found = zip(*(_coco_table(str(p)) for p in paths))
+    tables, found = zip(*(_coco_table(str(p), os.stat(p).st_mtime_ns) for p in paths))
     table = pd.concat(tables)
     return table[table.sequence == video.name].drop(columns="sequence"), sum(found, [])
 
@@ -621,7 +627,7 @@ def _open_coco(path, names):
         file, sequences = path/"annotations"/n, {}
         for im in _coco_json(file, "images")[0]:
             problem = _add_coco_image(im, root, listed, sequences)
-            if problem: problems.append((file, problem))
+            if problem: problems.append((f"{file}: {im['file_name']}" if isinstance(im, dict) and "file_name" in im else file, problem))
         for k, v in sequences.items(): places.setdefault(k, []).append((file, v))
         splits[n[len("instances_"):-len(".json")]] = sorted(sequences, key=natural_key)
     problems += [(fs[1][0], f"video {k} is in {len(fs)} splits") for k, fs in places.items() if len(fs) > 1]
@@ -632,12 +638,13 @@ def _open_coco(path, names):
 
 def _add_coco_image(im, root, listed, sequences):
     "Put an image of a COCO file into `sequences` {name: [(frame, file name)]}, or say what is wrong; `listed` remembers which files are in which folder"
-    try: name, (sequence, t) = im["file_name"], _coco_place(im)
+    try:
+        sequence, t = _coco_place(im)
+        folder, base = os.path.split(os.path.normpath(im["file_name"]))
+        if os.path.isabs(folder) or folder.split(os.sep)[0] == "..": return "leads out of images/, left out"
+        if folder not in listed: listed[folder] = set(_image_names(root/folder)) if (root/folder).is_dir() else set()
     except (KeyError, TypeError, ValueError, AttributeError): return "image without file_name, or without frame_id and a number in its name, left out"
-    folder, base = os.path.split(os.path.normpath(name))
-    if os.path.isabs(name) or folder.split(os.sep)[0] == "..": return f"{name} leads out of images/, left out"
-    if folder not in listed: listed[folder] = set(_image_names(root/folder)) if (root/folder).is_dir() else set()
-    if base not in listed[folder]: return "image is listed but does not exist, left out"
+    if base not in listed[folder]: return "is listed but there is no such image, left out"
     sequences.setdefault(sequence, []).append((t, os.path.join(folder, base)))
 
 def _coco_listing(frames):
@@ -730,10 +737,14 @@ def check(self: Video,
     "(number of frames decoded, problems): decodes frames, parses the boxes"
     found, sizes, frames = self._gaps(), {}, self._to_check(limit)
     for f, _, full, _ in self._pictures({int(f): 8 for f in frames}): sizes.setdefault(full, f)
-    if len(sizes) > 1: found.append((self.path, "its frames differ in size: " + ", ".join(f"{w}x{h} (first at frame {f})" for (w, h), f in sizes.items()) + "; all are read as the first"))
-    found += [(self.path, f"frame {f} cannot be read: {why}") for f, why in sorted(self.broken.items())]
+    if len(sizes) > 1: found.append((self.path, "its frames differ in size: " + ", ".join(f"{w}x{h} (first at frame {f})" for (w, h), f in sizes.items()) + "; when read they are scaled to the first"))
     if sizes: self.annotations
-    return len(frames), _sum_up(found)
+    return len(frames), _sum_up(found) + _sum_up([self._blame(f, why) for f, why in sorted(self.broken.items())], show=50)
+
+@patch
+def _blame(self: Video, f, why): return self.path, f"frame {f} cannot be read: {why}"
+@patch
+def _blame(self: ImageVideo, f, why): return self.file(f), f"cannot be read: {why}"
 
 def _check_csv(source):
     "What video_info.csv and lesion_info.csv say and the folders do not"
@@ -743,7 +754,7 @@ def _check_csv(source):
         rows = csv.DictReader(io.StringIO(lesion_path.read_bytes().decode("utf-8-sig", errors="replace"), newline=""))
         lesions = Counter({(r.get("unique_object_id") or "").strip(): (r.get("unique_video_name") or "").strip() for r in rows}.values())
     for v in source:
-        row, polyps = info.get(v.name), v.annotations.identity.nunique()
+        row, polyps = info.get(v.name), v.annotations.identity.nunique() if len(v.broken) < v.n_frames else 0
         if info and row is None: found.append((path, f"has no row for {v.name}"))
         for key, have in (("num_frames", v.n_frames), ("num_lesions", polyps if v.has_annotations else None)):
             said = _number((row or {}).get(key))
