@@ -106,9 +106,10 @@ def rng(
     seed: int,  # the user's seed
     *stream,    # integers or strings that name this use of it
 ):
-    "A numpy generator that depends on `seed` and the names in `stream` and on nothing else"
+    "A numpy generator that depends on `seed` and the names in `stream` and on nothing else. Raises `InputError` on a negative seed"
+    if int(seed) < 0: raise InputError(f"seed {seed}: expected 0 or a positive integer")
     words = [zlib.crc32(s.encode()) if isinstance(s, str) else int(s) for s in stream]
-    return np.random.default_rng([int(seed), *words])
+    return np.random.default_rng([len(words), int(seed), *words])
 
 # %% ../nbs/00_core.ipynb #5be7dbbe
 @contextlib.contextmanager

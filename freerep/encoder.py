@@ -248,6 +248,7 @@ def create_encoder(
     if str(weights) == "random": note(f"the {backbone} backbone starts from random weights")
     path = None if str(weights) == "random" else _imagenet_file(backbone) if str(weights) == "imagenet" else Path(weights)
     tensors = _state_dict(path) if path else {}
+    if "mve.cls_token" in tensors: raise InputError(f"{path} is a whole released encoder, not a backbone: read it with load_released")
     with seeded(seed): model = TrackletEncoder(backbone, **shape)
     if path: load_weights(model.backbone, {k: v for k, v in tensors.items() if not re.match(r"_?fc\.", str(k))}, path)
     return model

@@ -490,9 +490,10 @@ def episode_logits(
     _check_episodes(images, masks)
     (b, t), o = images.shape[:2], masks.shape[2]
     looks = segmenter._features(images.reshape(-1, *images.shape[2:]))
-    rows = torch.arange(b, device=segmenter.device).repeat_interleave(o)*t
-    given = _square(torch.as_tensor(masks).reshape(-1, *masks.shape[3:]), segmenter.image_size).unflatten(0, (b, t - 1, o))
-    keyframes = {j: segmenter._memorise(looks[rows + j], given[:, j].flatten(0, 1)) for j in range(t - 1)}
-    query = looks[rows + t - 1]
+    frames = torch.arange(b*t, device=segmenter.device).view(b, t).repeat_interleave(o, 0).T  # (t, b o): image of each row
+    given = torch.as_tensor(masks).transpose(0, 1).flatten(0, 2)
+    known = segmenter._memorise(looks[frames[:-1].flatten()], _square(given, segmenter.image_size))
+    keyframes = {j: known[j*b*o + torch.arange(b*o)] for j in range(t - 1)}
+    query = looks[frames[-1]]
     p, _ = segmenter._decode(segmenter._attend(query, t - 1, keyframes, {}, t, False), query.maps)
     return _each([p], lambda x: x[0].unflatten(0, (b, o)))

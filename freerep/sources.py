@@ -9,7 +9,6 @@ from collections import Counter, OrderedDict
 from functools import cached_property, partial
 from pathlib import Path
 import av, numpy as np, pandas as pd
-from av.video.frame import PictureType
 from av.video.reformatter import VideoReformatter
 from defusedxml import ElementTree
 from fastcore.basics import patch
@@ -335,9 +334,9 @@ class _Reader:
             except av.error.FFmpegError as e: frames, damaged, self.fault = [], True, e.strerror
             for frame in frames:
                 self.decoded, count = self.decoded + 1, count + 1
-                damaged = (damaged or frame.is_corrupt and frame.pict_type != PictureType.B) and not (frame.key_frame and not frame.is_corrupt)
+                damaged = frame.is_corrupt or damaged and not frame.key_frame
                 number = count if not self.exact else self._number(frame.pts)
-                if number is not None: yield number, frame, damaged or frame.is_corrupt
+                if number is not None: yield number, frame, damaged
     def _number(self, pts):
         "The frame number of a time stamp, None if the table has no such stamp"
         i = len(self.pts) if pts is None else int(np.searchsorted(self.pts, pts))
@@ -739,12 +738,19 @@ def check(self: Video,
     for f, _, full, _ in self._pictures({int(f): 8 for f in frames}): sizes.setdefault(full, f)
     if len(sizes) > 1: found.append((self.path, "its frames differ in size: " + ", ".join(f"{w}x{h} (first at frame {f})" for (w, h), f in sizes.items()) + "; when read they are scaled to the first"))
     if sizes: self.annotations
-    return len(frames), _sum_up(found) + _sum_up([self._blame(f, why) for f, why in sorted(self.broken.items())], show=50)
+    return len(frames), _sum_up(found) + _sum_up(self._blame(), show=50)
 
 @patch
-def _blame(self: Video, f, why): return self.path, f"frame {f} cannot be read: {why}"
+def _blame(self: Video):
+    "The broken frames by name"
+    return [(self.file(f), f"cannot be read: {why}") for f, why in sorted(self.broken.items())]
+
 @patch
-def _blame(self: ImageVideo, f, why): return self.file(f), f"cannot be read: {why}"
+def _blame(self: VideoFile):
+    "The broken frames, neighbours together"
+    broken = np.array(sorted(self.broken))
+    runs = np.split(broken, np.flatnonzero(np.diff(broken) > 1) + 1) if len(broken) else []
+    return [(self.path, f"{f'frame {r[0]}' if len(r) == 1 else f'frames {r[0]} to {r[-1]}'} cannot be read: {self.broken[r[0]]}") for r in runs]
 
 def _check_csv(source):
     "What video_info.csv and lesion_info.csv say and the folders do not"

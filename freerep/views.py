@@ -215,7 +215,7 @@ def normalise(
     std=0.225,
 ):
     "Pixels as float32 with the given mean and deviation taken out"
-    return clips.float().sub_(255*mean).div_(255*std)
+    return clips.float().sub(255*mean).div_(255*std)
 
 def to_batch(
     clips,      # b arrays (t, h, w, 3) uint8, of different t

@@ -336,6 +336,10 @@ def test_released_faults(tmp_path, released):
     for text in ("a.ckpt", "missing (1): encoder.layers.2.norm2.bias", "unexpected (1): encoder.norm.weight", "adapter.weight (256, 512) instead of (256, 2048)"):
         assert text in str(e.value)
 
+def test_a_released_encoder_is_no_backbone(tmp_path, released):
+    torch.save({"state_dict": released}, tmp_path/"a.ckpt")
+    with pytest.raises(InputError, match="whole released encoder, not a backbone: read it with load_released"): create_encoder("resnet50", tmp_path/"a.ckpt")
+
 class Bomb:
     def __reduce__(self): return os.system, (f"touch {os.environ['FREEREP_BOMB']}",)
 

@@ -18,8 +18,8 @@ def runs_of(strip, lesion, least=8):
 
 @pytest.fixture(scope="module")
 def whole():
-    "Boxes of every frame of full-length procedures, one of each cohort"
-    return [(p, [boxes for *_, boxes in p.batches()]) for p in (Procedure(1200 + c, 1500, cohort=c) for c in range(2))]
+    "Boxes of every frame of full-length procedures (small frames: what is seen does not depend on the size)"
+    return [(p, [boxes for *_, boxes in p.batches()]) for p in (Procedure(1200 + c, 1500, size=64, cohort=c) for c in range(2))]
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory):
@@ -31,7 +31,7 @@ def tree(folder):
 # ---- the share of positives, visits and gaps: what makes the method learn
 
 def test_most_frames_show_no_polyp(whole):
-    for p, strip in whole: assert .12 <= np.mean([bool(b) for b in strip]) <= .30
+    for p, strip in whole: assert .12 <= np.mean([bool(b) for b in strip]) <= .28
 
 def test_every_polyp_comes_back_after_a_gap(whole):
     for p, strip in whole:
@@ -59,13 +59,13 @@ def test_plan_scales(frames, polyps):
     for seed in range(20):
         p, legs, length = plan(frames, rng(seed, "plan"))
         assert len(p) == polyps and {q.lesion for q in p} == set(range(1, polyps + 1))
-        assert sum(l.frames for l in legs) >= frames and all(0 < l.s < length - 8 for l in legs) and length <= 65
+        assert sum(l.frames for l in legs) >= frames and all(0 < l.s < length - 8 for l in legs) and length <= 66
         visits = [l.look for l in legs if l.look]
         assert len(visits) >= (2 if frames >= 100 else 1)*polyps and all(0 < q.s < length for q in p)
 
 def test_short_procedure_has_a_polyp_twice():
-    for seed in (1400, 1401):
-        p = Procedure(seed, 200)
+    for seed in (1400, 1401, 1402):
+        p = Procedure(seed, 200, size=64)
         strip = [boxes for *_, boxes in p.batches()]
         assert max(len(runs_of(strip, q.lesion)) for q in p.polyps) >= 2
 
@@ -127,14 +127,14 @@ def test_names_are_not_in_the_official_split(layout):
 def test_cohorts_differ():
     sizes, colours = set(), []
     for c in range(4):
-        p = Procedure(7100, 60, cohort=c)
+        p = Procedure(7100, 60, size=80, cohort=c)
         sizes.add(p.size)
         colours.append(np.mean([i[p.view.numpy() == 1].mean(0) for i in p.render(range(8))[0]], 0))
     assert len(sizes) == 4 and all(w % 2 == h % 2 == 0 for w, h in sizes)
     assert min(np.abs(a - b).max() for i, a in enumerate(colours) for b in colours[:i]) > 2
 
 def test_size_scales_frames_and_boxes():
-    assert Procedure(7101, 40, size=320).size == (320, 256) and Procedure(7101, 40, size=64).size == (64, 52)
+    assert Procedure(7101, 40, size=128).size == (128, 102) and Procedure(7101, 40, size=64).size == (64, 52)
 
 # ---- bad arguments
 
@@ -230,7 +230,7 @@ def test_blur_against_direct_convolution():
             torch.testing.assert_close(got[t, :, y, x], want, atol=1e-5, rtol=1e-5)
 
 def test_what_hides_the_wall_hides_the_label():
-    p = Procedure(7200, 300)
+    p = Procedure(7200, 300, size=80)
     for t, _, labels, _ in p.batches():
         assert not labels[(p.view.numpy() <= .5) | p.ink.numpy()].any()
     tool = (p.light.tool > .3).nonzero()[:, 0].numpy()[:8]

@@ -32,20 +32,20 @@ def dataset(src, view=RandomCrop(), size=16, **kw): return ClipDataset(src, make
 
 
 # ---- the random crop
-@pytest.mark.parametrize("size", [(160, 128), (1352, 1080), (64, 64), (300, 100), (100, 320), (640, 20), (13, 400), (3, 2)])
-@pytest.mark.parametrize("scale,ratio", [((.08, 1.), (3/4, 4/3)), ((.5, .9), (1., 3.))])
+PAPER, OTHER = ((.08, 1.), (3/4, 4/3)), ((.5, .9), (1., 3.))
+@pytest.mark.parametrize("size,scale,ratio", [(s, *PAPER) for s in [(160, 128), (1352, 1080), (300, 100), (100, 320), (640, 20), (13, 400), (3, 2)]] + [(s, *OTHER) for s in [(160, 128), (100, 320), (640, 20)]])
 def test_crop_statistics_equal_torchvision(size, scale, ratio):
-    n, image = 3000, torch.empty(3, size[1], size[0])
+    n, image = 2000, torch.empty(3, size[1], size[0])
     view, g = RandomCrop(scale, ratio), gen(1)
     ours = np.array([view(size, 1, g)[0] for _ in range(n)])
     torch.manual_seed(2)
     theirs = np.array([RandomResizedCrop.get_params(image, list(scale), list(ratio)) for _ in range(n)])     # top, left, height, width
     ours = np.c_[ours[:, 1], ours[:, 0], ours[:, 3] - ours[:, 1], ours[:, 2] - ours[:, 0]]
-    for a, b in zip(ours.T, theirs.T): assert ks_2samp(a, b).pvalue > 1e-3
-    assert ks_2samp(ours[:, 2]*ours[:, 3], theirs[:, 2]*theirs[:, 3]).pvalue > 1e-3 and ks_2samp(ours[:, 3]/ours[:, 2], theirs[:, 3]/theirs[:, 2]).pvalue > 1e-3
+    for a, b in zip(ours.T, theirs.T): assert ks_2samp(a, b, method="asymp").pvalue > 1e-3
+    assert ks_2samp(ours[:, 2]*ours[:, 3], theirs[:, 2]*theirs[:, 3], method="asymp").pvalue > 1e-3 and ks_2samp(ours[:, 3]/ours[:, 2], theirs[:, 3]/theirs[:, 2], method="asymp").pvalue > 1e-3
     assert abs(np.corrcoef(ours[:, 0] + .5*ours[:, 2] + gen(3).normal(size=n), ours[:, 1] + .5*ours[:, 3] + gen(4).normal(size=n))[0, 1]) < .1
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.tuples(st.integers(1, 400), st.integers(1, 400)), st.integers(1, 9), st.integers(0, 99))
 def test_random_crops_lie_inside_and_stay(size, t, seed):
     c = RandomCrop()(size, t, gen(seed))
@@ -63,7 +63,7 @@ def test_bad_views():
 
 # ---- boxes
 coordinate = st.floats(-30, 130, allow_nan=False)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(coordinate, coordinate, st.floats(.1, 60), st.floats(.1, 60)), min_size=1, max_size=4), st.sampled_from([1., 1.3, 5.]))
 def test_box_crop(rows, factor):
     "five times as wide and high around the same centre, by hand, then clamped; always inside and never empty"
@@ -73,20 +73,20 @@ def test_box_crop(rows, factor):
     for (x0, y0, x1, y1), c in zip(b, crops):
         want = [(x0 + x1)/2 - factor*(x1 - x0)/2, (y0 + y1)/2 - factor*(y1 - y0)/2, (x0 + x1)/2 + factor*(x1 - x0)/2, (y0 + y1)/2 + factor*(y1 - y0)/2]
         clamped = [min(max(v, 0), s) for v, s in zip(want, (100, 80, 100, 80))]
-        assert 0 <= c[0] < c[2] <= 100 and 0 <= c[1] < c[3] <= 80 and np.abs(c - clamped).max() <= 1
+        assert 0 <= c[0] < c[2] <= 100 and 0 <= c[1] < c[3] <= 80 and np.abs(c - clamped).max() <= 1.5     # rounded, and at least a pixel
 
 def test_box_statistics_and_synthetic_boxes():
     g = gen(0)
-    wh, centre = np.exp(g.normal([-2.5, -2.2], [.3, .2], (4000, 2))), g.normal([.55, .45], .08, (4000, 2))
+    wh, centre = np.exp(g.normal([-2.5, -2.2], [.3, .2], (2500, 2))), g.normal([.55, .45], .08, (2500, 2))
     rows = [(f % 64, f"p{f//64}", *(np.r_[c - s/2, c + s/2]*np.tile([1000, 800], 2)), "stub") for f, (c, s) in enumerate(zip(centre, wh))]
     rows = [r for r in rows if r[2] >= 0 and r[3] >= 0 and r[4] <= 1000 and r[5] <= 800]
-    src = source(Stub("a", size=(1000, 800), boxes=rows[:2000]), Stub("b", size=(1000, 800), boxes=rows[2000:]))
+    src = source(Stub("a", size=(1000, 800), boxes=rows[:1200]), Stub("b", size=(1000, 800), boxes=rows[1200:]))
     stats = box_statistics(src)
-    assert stats["n"] == sum(len(v.annotations) for v in src) > 3900
+    assert stats["n"] == sum(len(v.annotations) for v in src) > 2400
     xy = np.array([r[2:6] for r in rows])/np.tile([1000, 800], 2)
     flat = np.c_[(xy[:, :2] + xy[:, 2:])/2, np.log(xy[:, 2:] - xy[:, :2])]
     assert np.allclose(stats["mean"], flat.mean(0), atol=2e-3) and np.allclose(stats["cov"], np.cov(flat.T), atol=2e-3)
-    c = np.array([SyntheticBox(stats, factor=1)((10_000, 8000), 3, g) for _ in range(4000)])
+    c = np.array([SyntheticBox(stats, factor=1)((10_000, 8000), 3, g) for _ in range(2500)])
     assert (c == c[:, :1]).all()
     c = c[:, 0]/np.tile([10_000, 8000], 2)
     again = np.c_[(c[:, :2] + c[:, 2:])/2, np.log(c[:, 2:] - c[:, :2])]
@@ -208,8 +208,9 @@ def test_to_batch_against_a_loop():
         with pytest.raises(InputError, match=says): to_batch(bad)
     with pytest.raises(InputError, match="expected 1 to 3"): pad_clips(clips, 3)
 
-def test_normalise_leaves_its_input():
-    x = torch.full((1, 3, 2, 2), 7, dtype=torch.uint8); normalise(x)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_normalise_leaves_its_input(dtype):
+    x = torch.full((1, 3, 2, 2), 7, dtype=dtype); normalise(x)
     assert (x == 7).all()
 
 
