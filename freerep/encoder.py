@@ -125,6 +125,7 @@ def frames(self: TrackletEncoder,
     if mask is None: return x.unflatten(0, clips.shape[:2])
     return x.new_zeros(*mask.shape, x.shape[-1]).masked_scatter(mask[..., None], x)
 
+# %% ../nbs/06_encoder.ipynb #01e06125
 @patch
 def forward(self: TrackletEncoder,
     clips: torch.Tensor,            # (b, t, c, h, w)

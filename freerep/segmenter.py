@@ -206,7 +206,7 @@ def load_segmenter(
 ) -> Segmenter:
     "Build a segmenter and fill in its weights. Raises `InputError` for an unknown name, a bad size, or a file that is unsafe or does not fit"
     if name not in _TRUNKS: raise InputError(f"unknown segmenter {name!r}: the segmenters are {', '.join(_TRUNKS)}")
-    side = image_size or (_NANO if name == "nano" else _OFFICIAL)["side"]
+    side = (_NANO if name == "nano" else _OFFICIAL)["side"] if image_size is None else image_size
     if side != int(side) or side % 32 or side < 64: raise InputError(f"image_size={image_size}: expected a multiple of 32, at least 64")
     device = _device(device)
     path = _official(name) if checkpoint == "official" else checkpoint

@@ -4,7 +4,7 @@
 
 # %% ../nbs/02_sources.ipynb #ae52f657
 from __future__ import annotations
-import csv, functools, io, json, os, re, threading
+import csv, functools, io, json, os, re, threading, typing
 from collections import Counter, OrderedDict
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,8 +17,8 @@ from .core import InputError, note, progress
 
 # %% auto #0
 __all__ = ['BOX_COLUMNS', 'IMAGE_SUFFIXES', 'VIDEO_SUFFIXES', 'read_image', 'box_table', 'Video', 'natural_key', 'list_frames',
-           'ImageVideo', 'packet_table', 'VideoFile', 'parse_xml', 'clean_boxes', 'xml_boxes', 'coco_boxes', 'Source',
-           'real_colon_split', 'open_source', 'check_source']
+           'ImageVideo', 'PacketTable', 'packet_table', 'VideoFile', 'parse_xml', 'clean_boxes', 'xml_boxes',
+           'coco_boxes', 'Source', 'real_colon_split', 'open_source', 'check_source']
 
 # %% ../nbs/02_sources.ipynb #4a56ec2f
 _TURN = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
@@ -299,60 +299,77 @@ def _packets(container, stream, damaged=av.error.FFmpegError):
     try: yield from container.demux(stream)
     except damaged: return
 
+class PacketTable(typing.NamedTuple):
+    "What the packet headers of a video file say, in the order of showing"
+    pts: np.ndarray   # (n,) int64 time stamps
+    key: np.ndarray   # (n,) bool, is it a keyframe?
+    size: np.ndarray  # (n,) int64 bytes
+    exact: bool       # are the time stamps usable? If not, frames are counted from the start
+
 def packet_table(
     path,  # a video file
 ):
-    "(pts (n,) in the order of showing, which are keyframes (n,) bool, exact?): the headers of all packets, nothing is decoded"
+    "Read the headers of all packets; nothing is decoded. Raises `InputError` if there is no frame"
     container, stream = _open_file(path)
-    with container: rows = [(p.pts, p.is_keyframe) for p in _packets(container, stream) if p.size and not p.is_discard]
+    with container: rows = [(p.pts, p.is_keyframe, p.size) for p in _packets(container, stream) if p.size and not p.is_discard]
     if not rows: raise InputError(f"{path} holds no frame")
-    pts = [p for p, _ in rows]
-    if None in pts or len(set(pts)) < len(pts):                         # no usable time stamps: count from the start
-        return np.arange(len(rows)), np.arange(len(rows)) == 0, False
+    pts, key, size = map(np.array, zip(*rows))
+    if None in pts or len(np.unique(pts)) < len(pts): return PacketTable(np.arange(len(rows)), np.arange(len(rows)) == 0, size, False)
     order = np.argsort(pts)
-    return np.array(pts, np.int64)[order], np.array([k for _, k in rows])[order], True
+    return PacketTable(pts[order], key[order], size[order], True)
 
 # %% ../nbs/02_sources.ipynb #93c092a1
 class _Reader:
     "An open video file and the place where its decoder stands (`at`: the last frame decoded)"
     def __init__(self, path, table):
-        self.path, (self.pts, key, self.exact) = path, table
-        self.keys = np.flatnonzero(key) if key.any() else np.array([0])
+        self.path, self.table, self.n = path, table, len(table.pts)
+        self.keys = np.flatnonzero(table.key) if table.key.any() else np.array([0])
         self.decoded, self.seeks, self.rgb = 0, 0, VideoReformatter()
         self._reopen()
     def _reopen(self):
         self.close()
         self.container, self.stream = _open_file(self.path)
-        self.at, self.frame, self.fault, self.frames = -1, None, None, self._decode()
+        self.at, self.frame, self.fault, self.jumped, self.frames = -1, None, None, False, self._decode()
     def close(self):
         if getattr(self, "container", None): self.container.close()
-    def _decode(self):
-        "(number, frame, damaged?) from where the file stands"
-        count, damaged = -1, False
-        for packet in _packets(self.container, self.stream):
-            try: frames = packet.decode()
-            except av.error.FFmpegError as e: frames, damaged, self.fault = [], True, e.strerror
-            for frame in frames:
-                self.decoded, count = self.decoded + 1, count + 1
-                damaged = frame.is_corrupt or damaged and not frame.key_frame
-                number = count if not self.exact else self._number(frame.pts)
-                if number is not None: yield number, frame, damaged
     def _number(self, pts):
         "The frame number of a time stamp, None if the table has no such stamp"
-        i = len(self.pts) if pts is None else int(np.searchsorted(self.pts, pts))
-        return i if i < len(self.pts) and self.pts[i] == pts else None
-    def _step(self):
-        "Decode one frame; False at the end of the file"
-        self.at, self.frame, self.damaged = next(self.frames, (len(self.pts), None, False))
-        return self.frame is not None
+        i = self.n if pts is None else int(np.searchsorted(self.table.pts, pts))
+        return i if i < self.n and self.table.pts[i] == pts else None
+    def _knows(self, packet):
+        "Is this packet what the table says?"
+        i = self._number(packet.pts)
+        return not packet.size or packet.is_discard or i is not None and self.table.size[i] == packet.size
 
 # %% ../nbs/02_sources.ipynb #80f761b4
 @patch
+def _decode(self: _Reader):
+    "(number, frame, damaged?) from where the file stands; ends early where a jump led astray"
+    count, damaged = -1, False
+    for packet in _packets(self.container, self.stream):
+        if self.jumped and not self._knows(packet):
+            self.keys = np.array([0])           # this file cannot be trusted to seek: from now on, from the start
+            return
+        try: frames = packet.decode()
+        except av.error.FFmpegError as e: frames, damaged, self.fault = [], True, e.strerror
+        for frame in frames:
+            self.decoded, count = self.decoded + 1, count + 1
+            damaged = frame.is_corrupt or damaged and not frame.key_frame
+            number = self._number(frame.pts) if self.table.exact else count
+            if number is not None and number < self.n: yield number, frame, damaged
+
+@patch
+def _step(self: _Reader):
+    "Decode one frame; False at the end of the file"
+    self.at, self.frame, self.damaged = next(self.frames, (self.n, None, False))
+    return self.frame is not None
+
+@patch
 def _start(self: _Reader, k):
     "Stand at or before frame k, as near as the keyframes allow"
-    for key in self.keys[(self.keys > 0) & (self.keys <= k)][:-3:-1] if self.exact else ():
-        self.seeks += 1
-        try: self.container.seek(int(self.pts[key]), stream=self.stream)
+    for key in self.keys[(self.keys > 0) & (self.keys <= k)][:-3:-1] if self.table.exact else ():
+        self.seeks, self.jumped = self.seeks + 1, True
+        try: self.container.seek(int(self.table.pts[key]), stream=self.stream)
         except av.error.FFmpegError: break
         self.frames = self._decode()
         if self._step() and self.at <= k: return
@@ -360,11 +377,17 @@ def _start(self: _Reader, k):
     self._step()
 
 @patch
+def _go(self: _Reader, k):
+    "Decode up to frame k"
+    if not self.keys[self.keys <= k].max(initial=0) <= self.at + 1 <= k + 1: self._start(k)
+    while self.at < k and self._step(): pass
+
+@patch
 def get(self: _Reader, k):
     "Frame k as an upright RGB picture, or None if the file does not give it whole"
-    key = self.keys[self.keys <= k].max(initial=0)
-    if not key <= self.at + 1 <= k + 1: self._start(k)
-    while self.at < k and self._step(): pass
+    trusted = len(self.keys)
+    self._go(k)
+    if self.at != k and len(self.keys) < trusted: self._go(k)
     if self.at != k or self.damaged: return None
     picture = Image.fromarray(self.rgb.reformat(self.frame, format="rgb24").to_ndarray())
     return picture.rotate(self.frame.rotation, expand=True) if self.frame.rotation else picture
@@ -393,12 +416,12 @@ class VideoFile(Video):
         if self.fps > 1000: self.fps = (self.n_frames - 1)/self.time(self.n_frames - 1)    # a time unit, not a rate
     @cached_property
     def _packet_table(self): return packet_table(self.path)
-    def _list(self): return np.arange(len(self._packet_table[0])), []
+    def _list(self): return np.arange(len(self._packet_table.pts)), []
     def time(self, frame):
         "Seconds from the first frame to `frame` (a number or an array), from the time stamps in the file"
-        pts, _, exact = self._packet_table
-        if not exact: return super().time(frame)
-        t = (pts[frame] - pts[0])*self.time_base
+        table = self._packet_table
+        if not table.exact: return super().time(frame)
+        t = (table.pts[frame] - table.pts[0])*self.time_base
         return t if np.ndim(frame) else float(t)
     def _pictures(self, shrink):
         "(frame, picture, full size, factor) of the frames that can be decoded"
@@ -707,7 +730,7 @@ def _to_check(self: Video, limit):
 def _to_check(self: VideoFile, limit):
     "All frames, or if these are too many then keyframes, which cost the least"
     if limit is None or self.n_frames <= limit: return self.frames
-    keys = np.flatnonzero(self._packet_table[1])
+    keys = np.flatnonzero(self._packet_table.key)
     return keys[np.linspace(0, len(keys) - 1, min(limit, len(keys))).astype(int)]
 
 @patch
@@ -721,10 +744,10 @@ def _gaps(self: Video):
 @patch
 def _gaps(self: VideoFile):
     "Packets that the index promises and the file lacks, and an uneven frame rate"
-    pts, _, exact = self._packet_table
+    table = self._packet_table
     found = [(self.path, f"its index promises {self.promised} frames and it holds {self.n_frames}: it may be cut short")] if self.promised > self.n_frames else []
-    if not exact: found.append((self.path, "it has no usable time stamps: frames are counted from the start, and jumping is slow"))
-    d = np.diff(pts)*self.time_base if exact else np.zeros(0)
+    if not table.exact: found.append((self.path, "it has no usable time stamps: frames are counted from the start, and jumping is slow"))
+    d = np.diff(table.pts)*self.time_base if table.exact else np.zeros(0)
     if len(d) and d.max() > 1.5*d.min(): found.append((self.path, f"its frame rate varies: frames last {1e3*d.min():.0f} to {1e3*d.max():.0f} ms"))
     return found
 

@@ -21,7 +21,7 @@ from freerep.sources import (ImageVideo, VideoFile, _do_count, _open_picture, _o
                              open_source, parse_xml, read_image, real_colon_split)
 from helpers import decode_all, ldpolyp, scene, voc, write_realcolon, write_video
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=40, deadline=None)
 
 
 def frame_folder(folder, n=6, pattern="frame_{}.jpg", size=(96, 64)):
@@ -107,10 +107,12 @@ def test_crop_and_resize_equal_the_full_decode(tmp_path_factory, seed, size, w, 
         return
     got = video.read([0], box=box, size=(w, h))[0]
     cut = np.round(box).astype(int)
-    lo, hi = np.clip(cut[:2], 0, np.array(size) - 1), None
+    lo = np.clip(cut[:2], 0, np.array(size) - 1)
     hi = np.clip(cut[2:], lo + 1, size)
-    want = np.asarray(Image.open(folder/"0.jpg").crop((*lo, *hi)).resize((w, h), Image.Resampling.BILINEAR))
+    want = np.asarray(Image.open(folder/"0.jpg").resize((w, h), Image.Resampling.BILINEAR, box=(*lo, *hi)))
     assert got.shape == (h, w, 3) and np.abs(got.astype(int) - want).mean() < 3
+    mean = np.asarray(Image.open(folder/"0.jpg").crop((*lo, *hi))).mean((0, 1))
+    assert np.abs(got.mean((0, 1)) - mean).max() < 12
     assert video.read([0], box=box)[0].shape == (*(hi - lo)[::-1], 3)
 
 
@@ -181,12 +183,11 @@ def test_doubles_and_strays_are_named(tmp_path):
     assert frames.tolist() == [1, 2] and {Path(p["file"]).name for p in found} == {"x_1.jpg", "thumb.jpg"}
 
 
-def test_a_million_frames_open_quickly_and_small(tmp_path):
+def test_opening_many_frames_is_quick_and_small(tmp_path):
     "Opening looks at no frame of a folder but the first; the list costs some twenty bytes a frame"
     folder = tmp_path/"001-001_frames"
     folder.mkdir()
-    for i in range(20_000): (folder/f"001-001_{i}.jpg").touch()
-    seen = []
+    for i in range(3000): (folder/f"001-001_{i}.jpg").touch()
     code = f"""
 import sys, os
 opened = []
@@ -195,7 +196,7 @@ from freerep.sources import open_source
 source = open_source({str(tmp_path)!r})
 assert "frames" not in vars(source.videos[0])
 video = source.videos[0]
-assert video.n_frames == 20_000 and video._names.nbytes <= 20*20_000 and not opened, opened[:3]
+assert video.n_frames == 3000 and video._names.nbytes <= 20*3000 and not opened, opened[:3]
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -225,7 +226,7 @@ def test_real_video_is_frame_accurate(shared_data):
     path = shared_data/"ldpolypvideo/video_101.mp4"
     truth, video = decode_all(path), open_source(path).videos[0]
     assert video.n_frames == len(truth) == 181 and video.size == (560, 480) and video.fps == 25
-    for k in np.random.default_rng(0).permutation(181)[:60]: assert (video.read([k])[0] == truth[k]).all(), k
+    for k in np.random.default_rng(0).permutation(181)[:30]: assert (video.read([k])[0] == truth[k]).all(), k
     assert np.allclose(video.time(video.frames), np.arange(181)/25)
 
 
@@ -240,7 +241,7 @@ def count(video, *reads):
 
 def test_decoding_starts_at_the_right_keyframe_and_no_frame_is_decoded_twice(tmp_path, clip_images):
     video = open_source(write_video(tmp_path/"a.mp4", clip_images, g=12, keyint_min=12, bf=0, sc_threshold=0)).videos[0]
-    assert np.flatnonzero(video._packet_table[1]).tolist() == [0, 12, 24, 36, 48]
+    assert np.flatnonzero(video._packet_table.key).tolist() == [0, 12, 24, 36, 48]
     assert count(video, range(60)) == (60, 0)
     assert count(video, *[range(i, i + 5) for i in range(0, 60, 5)]) == (60, 0)          # runs one after the other: as one
     assert count(video, range(0, 29, 4), range(32, 60, 4))[0] <= 57
@@ -318,7 +319,7 @@ def test_damage_inside_a_file_is_left_out_not_smeared(tmp_path, shared_data):
     assert (clip == whole.read(kept)).all()
     assert "cannot be read" in problems(broken) and "a.mp4" in problems(broken)
     alone = open_source(tmp_path/"a.mp4").videos[0]                                        # the verdict does not depend on the order of reading
-    assert [k for k in reversed(range(50, 100)) if not len(alone.read([k]))][::-1] == [k for k in sorted(video.broken) if 50 <= k < 100]
+    assert [k for k in reversed(range(52, 98, 3)) if not len(alone.read([k]))][::-1] == [k for k in range(52, 98, 3) if k in video.broken]
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing of the kind", bytes(5000)])
