@@ -3,11 +3,12 @@ __version__ = "0.1.0"
 from importlib import import_module as _import
 
 # `from freerep import *` gives the names of these modules, and none is imported before one of its names is used
-_modules = ("core", "synth", "sources", "tracklets", "views", "bags", "encoder", "losses", "learner", "pretrain",
-            "metrics", "index", "evaluate", "report", "search", "explore", "demo")
+_modules = ("core", "synth", "sources", "tracklets", "views", "bags", "encoder", "losses", "learner", "pretraining",
+            "metrics", "index", "evaluation", "report", "search", "explore", "demo")
 
 def __getattr__(name):
     if name == "__all__": return [n for m in _modules for n in _import(f"freerep.{m}").__all__]
+    if name in _modules: return _import(f"freerep.{name}")
     if name.startswith("_"): raise AttributeError(name)
     for m in _modules:
         module = _import(f"freerep.{m}")

@@ -119,7 +119,7 @@ def _describe(row):
     return " \u00b7 ".join(p for p in (f"{time_stamp(row.start_s)} to {time_stamp(row.end_s)}", row.video, known) if p)
 
 def row_label(
-    row,  # of the index's table or of the hits
+    row,  # of the index's table or of the hits, as `itertuples` gives it
 ):
     "Rank, score, time stamps, video and what is known of the polyp, as HTML"
     hit = f"{row.rank}. {row.score:.3f} \u00b7 " if hasattr(row, "score") else ""
@@ -189,11 +189,11 @@ def refresh(self: RetrievalExplorer):
 
 @patch
 def _show_query(self: RetrievalExplorer):
-    row = self.state.index.table.iloc[self.state.query]
+    row = next(self.state.index.table.iloc[[self.state.query]].itertuples())
     rows = self.state.rows_of(row.video)
     self.video.value, self.position.max = row.video, len(rows) - 1
     self.position.value = int(np.flatnonzero(rows == self.state.query)[0])
-    self.picture.value, self.label.value = self.strips[self.state.query], row_label(row)
+    self.picture.value, self.label.value = self.strips[row.row], row_label(row)
 
 @patch
 def _show_support(self: RetrievalExplorer):

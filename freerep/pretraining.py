@@ -334,7 +334,7 @@ def _learner(cfg, batches, out, device, cbs):
 def _tell_unread(sources, batches):
     "Say what could not be read"
     lost = {v.name: len(v.broken) for s in sources for v in s if v.broken}
-    if lost: note(f"{sum(lost.values())} unreadable frames were left out: " + ", ".join(f"{n} of {name}" for name, n in list(lost.items())[:5]) + (", ..." if len(lost) > 5 else ""))
+    if lost: note(f"{sum(lost.values())} frames could not be read and were left out: " + ", ".join(f"{n} of {name}" for name, n in list(lost.items())[:5]) + (", ..." if len(lost) > 5 else ""))
     if batches.replaced: note(f"{batches.replaced} times a bag without a readable frame was replaced by another of its batch")
 
 def pretrain(

@@ -37,7 +37,8 @@ class SpanQuery:
     start: float
     end: float = None
     unit: str = "s"
-    def __str__(self): return self.video + "@" + ":".join(f"f{t}" if self.unit == "f" else f"{t:g}" for t in (self.start, self.end) if t is not None)
+    def __str__(self): return self.video + "@" + ":".join(self._time(t) for t in (self.start, self.end) if t is not None)
+    def _time(self, t): return f"f{t}" if self.unit == "f" else np.format_float_positional(t, trim="-")
 
 @dataclass(frozen=True)
 class ImageQuery:

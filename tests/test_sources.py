@@ -1,11 +1,11 @@
 """Sources: pictures as viewers show them, exact frames of video files, four layouts, and every kind of damage."""
+import contextlib
 import json
 import multiprocessing
 import os
 import pickle
 import shutil
 import struct
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,9 +19,24 @@ from PIL import Image, ImageOps
 from freerep.core import InputError
 from freerep.sources import (ImageVideo, VideoFile, _do_count, _open_picture, _open_readers, _plain_xml, check_source, list_frames, natural_key,
                              open_source, parse_xml, read_image, real_colon_split)
+from freerep.tracklets import make_tracklets, tracklet_frames
 from helpers import decode_all, ldpolyp, scene, voc, write_realcolon, write_video
 
 few = settings(max_examples=40, deadline=None)
+_watched = None
+sys.addaudithook(lambda event, args: _watched.append(os.fsdecode(args[0])) if _watched is not None and event in ("open", "os.scandir", "os.listdir") and
+                 isinstance(args[0], (str, bytes, os.PathLike)) else None)
+
+
+@contextlib.contextmanager
+def watch(folder):
+    "The files and folders below `folder` that are opened inside the block"
+    global _watched
+    _watched, seen = [], []
+    try: yield seen
+    finally:
+        seen += [p for p in _watched if p.startswith(str(folder))]
+        _watched = None
 
 
 def frame_folder(folder, n=6, pattern="frame_{}.jpg", size=(96, 64)):
@@ -148,6 +163,7 @@ def test_bad_boxes(tmp_path, box, match):
 def test_bad_size_and_frames(tmp_path):
     video = ImageVideo("v", frame_folder(tmp_path/"v"))
     with pytest.raises(InputError, match="size"): video.read([0], size=0)
+    with pytest.raises(InputError, match="whole numbers, got 1.5"): video.read([0, 1.5])
     with pytest.raises(InputError, match="v has no frame 6: its 6 frames are 0 to 5"): video.read([3, 6])
     assert video.read([]).shape == (0, 64, 96, 3) and video.read(3).shape == (1, 64, 96, 3)
 
@@ -188,17 +204,12 @@ def test_opening_many_frames_is_quick_and_small(tmp_path):
     folder = tmp_path/"001-001_frames"
     folder.mkdir()
     for i in range(3000): (folder/f"001-001_{i}.jpg").touch()
-    code = f"""
-import sys, os
-opened = []
-sys.addaudithook(lambda e, a: opened.append(str(a[0])) if e == "open" and "001-001_" in str(a[0]) else None)
-from freerep.sources import open_source
-source = open_source({str(tmp_path)!r})
-assert "frames" not in vars(source.videos[0])
-video = source.videos[0]
-assert video.n_frames == 3000 and video._names.nbytes <= 20*3000 and not opened, opened[:3]
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    with watch(tmp_path) as opened:
+        source = open_source(tmp_path)
+        video = source.videos[0]
+        assert "frames" not in vars(video)
+        assert video.n_frames == 3000 and video._names.nbytes <= 20*3000
+    assert opened and not [p for p in opened if p.endswith(".jpg")]
 
 
 # ---- video files
@@ -454,7 +465,7 @@ def test_bad_xml_is_named_and_never_a_crash(tmp_path):
     text = problems(source)
     for t, reason in {1: "refused", 2: "not well-formed", 3: "refused", 4: "not well-formed", 6: "not well-formed", 7: "inverted", 8: "without unique_id", 9: "no size", 10: "says 1352x64"}.items():
         assert any(f"901-001_{t}.xml" in line and reason in line for line in text.splitlines()), (t, text)
-    assert "1 frames have no XML, first 11" in text
+    assert "no XML for 1 frame, first 11" in text
 
 
 def test_both_names_of_the_annotation_folder(tmp_path):
@@ -503,7 +514,7 @@ def test_real_colon_frames_are_sorted_by_integer_and_the_table_is_believed_where
     write_realcolon(tmp_path, "901-001", [scene()], fps="unknown")
     source = open_source(tmp_path)
     assert source["901-002"].frames.tolist() == [0, 2, 9, 10, 100] and source["901-002"].fps == 29.97 and source["901-001"].fps == 25
-    assert any("frame rate of 1 videos is not given (first 901-001): 25" in p["problem"] for p in source.problems)
+    assert any("no frame rate for 1 video, first 901-001: 25" in p["problem"] for p in source.problems)
     assert np.allclose(source["901-002"].time([0, 100]), [0, 100/29.97])
 
 
@@ -518,9 +529,9 @@ def test_every_problem_is_named(tmp_path):
     info = (tmp_path/"video_info.csv").read_text().replace("25,25,1,8", "25,24,2,8") + "901-009,60,f,Olympus,25,1,0,8\n"
     (tmp_path/"video_info.csv").write_text(info)
     text = problems(open_source(tmp_path))
-    for part in ("1 gaps in the frame numbers, 5 frames are missing; the first gap is between 9 and 15", "frames differ in size: 96x64 (first at frame 0), 48x32 (first at frame 20)",
-                 "901-001_21.jpg: cannot be read", "1 XML files have no image, first 901-001_77.xml", "says num_frames=24 for 901-001, found 25", "says num_lesions=2 for 901-001, found 1",
-                 "901-003_frames: holds no image", "901-004_frames.tar.gz: is packed, left out: unpack it (tar xzf 901-004_frames.tar.gz)", "lists 1 videos that are not here, first 901-009"):
+    for part in ("1 gap in the frame numbers (5 frames missing), the first between 9 and 15", "frames differ in size: 96x64 (first at frame 0), 48x32 (first at frame 20)",
+                 "901-001_21.jpg: cannot be read", "no image for 1 XML file, first 901-001_77.xml", "says num_frames=24 for 901-001, found 25", "says num_lesions=2 for 901-001, found 1",
+                 "901-003_frames: holds no image", "901-004_frames.tar.gz: is packed, left out: unpack it (tar xzf 901-004_frames.tar.gz)", "lists 1 video without frames here, first 901-009"):
         assert part in text, (part, text)
 
 
@@ -677,22 +688,15 @@ def test_a_folder_without_any_readable_frame(tmp_path):
 def test_training_never_touches_annotations(tmp_path):
     "Opening, listing and reading open no annotation file, no mask and no frame that was not asked for"
     write_realcolon(tmp_path, "901-001", [scene(t) for t in range(40)], [(t, "p", 5, 5, 40, 40) for t in range(40)])
-    code = f"""
-import sys
-opened = []
-sys.addaudithook(lambda e, a: opened.append(str(a[0])) if e in ("open", "os.scandir", "os.listdir") and {str(tmp_path)!r} in str(a[0]) else None)
-from freerep.sources import open_source
-from freerep.tracklets import make_tracklets, tracklet_frames
-source = open_source({str(tmp_path)!r})
-table = make_tracklets(source)
-clip = source["901-001"].read(tracklet_frames(table.iloc[0]), box=[0, 0, 50, 50], size=16)
-assert clip.shape == (8, 16, 16, 3)
-frames = sorted({{int(p.split("_")[-1][:-4]) for p in opened if p.endswith(".jpg")}})
-assert frames == list(range(0, 32, 4)), frames
-assert not [p for p in opened if "annotation" in p or "mask" in p or "lesion" in p], opened
-assert len(source["901-001"].annotations) == 40 and [p for p in opened if "annotation" in p]
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    with watch(tmp_path) as opened:
+        source = open_source(tmp_path)
+        table = make_tracklets(source)
+        clip = source["901-001"].read(tracklet_frames(table.iloc[0]), box=[0, 0, 50, 50], size=16)
+    assert clip.shape == (8, 16, 16, 3)
+    assert {int(p.split("_")[-1][:-4]) for p in opened if p.endswith(".jpg")} == set(range(0, 32, 4))
+    assert not [p for p in opened if any(word in p for word in ("annotation", "mask", "lesion"))]
+    with watch(tmp_path) as opened: assert len(source["901-001"].annotations) == 40
+    assert [p for p in opened if "annotation" in p]
 
 
 def test_real_boxes_in_the_real_colon_layout(shared_data, tmp_path):

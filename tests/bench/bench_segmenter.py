@@ -1,0 +1,141 @@
+"""Cached memories against SAM2's own video predictor, in one run on the same weights: CPU time, equality, versions.
+
+    python tests/bench/bench_segmenter.py [--quick] [--sizes 256 512] [--classes 1 3 10] [--context 10] [--out FILE]
+
+Two plain ways are timed. "predictor" is SAM2's predictor as it comes, masks added frame by frame; it keeps the features of one
+frame only, so that every context image is encoded once and then once more per class. "predictor_once" is the same with the
+features of all frames kept: every image encoded exactly once. The ratios of the targets are to the second, harder one.
+"""
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import time
+import warnings
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from freerep.core import versions
+from freerep.segmenter import load_segmenter, plain_predictor
+
+TARGETS = {256: {1: 8., 3: 6., 10: 4.5}, 512: {1: 5.5, 3: 4., 10: 2.5}}
+
+
+def shake(segmenter):
+    "Make the random weights answer to their context, so that equality says something"
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in segmenter.model.named_parameters():
+            if p.ndim < 2: p.add_(torch.randn(p.shape, generator=g)*.05)
+            elif name.startswith(("memory_attention", "memory_encoder", "sam_mask_decoder", "obj_ptr_proj")): p.mul_(2)
+        segmenter.model.sam_mask_decoder.pred_obj_score_head.layers[-1].bias.add_(3)
+
+
+def scene(k, o, side, seed=0):
+    "k + 1 images and masks (k, o, side, side), about a quarter of them empty"
+    r = np.random.default_rng(seed)
+    small = r.integers(0, 256, (k + 1, 9, 9, 3), dtype=np.uint8)
+    images = np.stack([np.asarray(Image.fromarray(i).resize((side, side))) for i in small])
+    y, x = np.mgrid[:side, :side]/side
+    cx, cy, radius = (r.uniform(a, b, (k, o, 1, 1)) for a, b in ((.2, .8), (.2, .8), (.05, .25)))
+    there = (r.random((k, o, 1, 1)) > .25) | (np.arange(k) == 0)[:, None, None, None]
+    return images, ((x - cx)**2 + (y - cy)**2 < radius**2) & there
+
+
+def keep_features(predictor):
+    "Let a predictor keep the features of every frame"
+    kept = {}
+    inner = predictor.forward_image
+    def forward_image(x):
+        key = x.sum().item()
+        if key not in kept: kept[key] = inner(x)
+        return {k: list(v) if isinstance(v, list) else v for k, v in kept[key].items()}
+    predictor.forward_image = forward_image
+
+
+def run_plain(segmenter, folder, masks, once):
+    "CPU seconds, image encodings and the query's low-resolution logits of the plain way"
+    predictor, count = plain_predictor(segmenter), [0]
+    inner = predictor.forward_image
+    def counted(x): count[0] += len(x); return inner(x)
+    predictor.forward_image = counted
+    if once: keep_features(predictor)
+    start = time.process_time()
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = predictor.init_state(str(folder))
+        for t in range(len(masks)):
+            for o, m in enumerate(masks[t]): predictor.add_new_mask(state, t, o, torch.tensor(m))
+        for _ in predictor.propagate_in_video(state): pass
+    seconds = time.process_time() - start
+    outputs = state["output_dict_per_obj"]
+    return seconds, count[0], torch.cat([outputs[o]["non_cond_frame_outputs"][len(masks)]["pred_masks"][0] for o in range(masks.shape[1])])
+
+
+def run_cached(segmenter, query, memories, repeats):
+    "Median CPU seconds of one query with memories at hand, image encodings, logits"
+    times = []
+    for _ in range(repeats):
+        before, start = segmenter.encodings, time.process_time()
+        p = segmenter.segment(segmenter.encode(query), memories)
+        times.append(time.process_time() - start)
+    return float(np.median(times)), segmenter.encodings - before, p.logits
+
+
+def compare(segmenter, k, o, repeats):
+    side = segmenter.image_size
+    images, masks = scene(k, o, side)
+    with tempfile.TemporaryDirectory() as folder:
+        for t, im in enumerate(images): Image.fromarray(im).save(f"{folder}/{t}.jpg", quality=95)
+        seen = [np.asarray(Image.open(f"{folder}/{t}.jpg").convert("RGB"))[None] for t in range(k + 1)]
+        once, n_once, ref = run_plain(segmenter, folder, masks, True)
+        plain, n_plain, _ = run_plain(segmenter, folder, masks, False)
+    start = time.process_time()
+    memories = [segmenter.remember(segmenter.encode(x), m) for x, m in zip(seen, masks)]
+    remember = time.process_time() - start
+    cached, n, logits = run_cached(segmenter, seen[-1], memories, repeats)
+    wrong = segmenter.segment(segmenter.encode(seen[-1]), [m[np.roll(np.arange(o), 1)] for m in memories[::-1]]).logits
+    big = [F.interpolate(x[None], size=(side, side), mode="bilinear")[0] > 0 for x in (logits, ref)]
+    target = TARGETS.get(side, {}).get(o)
+    row = dict(size=side, classes=o, context=k, absent=int((~masks.any((2, 3))).sum()), seconds_predictor=plain, seconds_predictor_once=once,
+               seconds_cached=cached, seconds_to_remember=remember, ratio=once/cached, ratio_predictor_as_it_comes=plain/cached, target=target,
+               encodings=dict(predictor=n_plain, predictor_once=n_once, cached=n), largest_difference=(logits - ref).abs().max().item(),
+               different_pixels=(big[0] != big[1]).float().mean().item(), wrong_context_difference=(logits - wrong).abs().max().item(),
+               foreground=big[1].float().mean().item())
+    row["ok"] = row["largest_difference"] < 1e-3 and row["different_pixels"] <= 1e-5 and (target is None or row["ratio"] >= target)
+    return {key: round(v, 8) if isinstance(v, float) else v for key, v in row.items()}
+
+
+def main(argv=None):
+    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a.add_argument("--model", default="tiny")
+    a.add_argument("--sizes", type=int, nargs="+", default=[256, 512])
+    a.add_argument("--classes", type=int, nargs="+", default=[1, 3, 10])
+    a.add_argument("--context", type=int, default=10)
+    a.add_argument("--repeats", type=int, default=5)
+    a.add_argument("--quick", action="store_true", help="256 px, 1 and 3 classes, once each")
+    a.add_argument("--out", type=Path)
+    a = a.parse_args(argv)
+    if a.quick: a.sizes, a.classes, a.repeats = [256], [1, 3], 2
+    torch.set_num_threads(1)
+    rows = []
+    for side in a.sizes:
+        with load_segmenter(a.model, device="cpu", image_size=side) as segmenter:
+            shake(segmenter)
+            for o in a.classes:
+                rows.append(compare(segmenter, a.context, o, a.repeats))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    result = dict(model=a.model, rows=rows, ok=all(r["ok"] for r in rows), versions=dict(versions(), sam2=metadata.version("sam2")))
+    print(json.dumps(result, indent=2))
+    if a.out: a.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__": sys.exit(main())
