@@ -119,17 +119,20 @@ def _describe(row):
     return " \u00b7 ".join(p for p in (f"{time_stamp(row.start_s)} to {time_stamp(row.end_s)}", row.video, known) if p)
 
 def row_label(
-    row,  # of the index's table or of the hits, as `itertuples` gives it
+    row,      # of the index's table or of the hits, as `itertuples` gives it
+    what="",  # what it is here, if it is no hit
 ):
     "Rank, score, time stamps, video and what is known of the polyp, as HTML"
-    hit = f"{row.rank}. {row.score:.3f} \u00b7 " if hasattr(row, "score") else ""
-    return to_xml(ft("div", hit + _describe(row), style=f"border-left:4px solid {_colour(getattr(row, 'same', None))};padding-left:6px;line-height:1.5"))
+    what = what or f"{row.rank}. {row.score:.3f}"
+    return to_xml(ft("div", f"{what} \u00b7 {_describe(row)}", style=f"border-left:4px solid {_colour(getattr(row, 'same', None))};padding-left:6px;line-height:1.5"))
+
+def _image(value=b""): return w.Image(value=value, format="jpeg", layout=w.Layout(max_width="100%", align_self="flex-start"))
 
 class HitView(w.VBox):
     "One ranked strip: picture, text, and what can be done with it"
     def __init__(self, on_ask, on_add):
         self.row = None
-        self.picture, self.label = w.Image(format="jpeg"), w.HTML()
+        self.picture, self.label = _image(), w.HTML()
         self.ask, self.add = w.Button(description="make query"), w.Button(description="add to support")
         self.ask.on_click(lambda _: on_ask(self.row))
         self.add.on_click(lambda _: on_add(self.row))
@@ -154,9 +157,9 @@ class RetrievalExplorer(w.VBox):
         self.state, self.strips, self._quiet = ExplorerState(index, k), Strips(index, source), False
         self.video = w.Dropdown(options=self.state.videos, description="video")
         self.position = w.IntSlider(description="tracklet", continuous_update=False)
-        self.filter = w.Dropdown(options=[("all videos", None)] + [(v, v) for v in self.state.videos], description="search in")
+        self.filter = w.Dropdown(options=[("all videos", "")] + [(v, v) for v in self.state.videos], description="search in")
         self.clear = w.Button(description="clear support")
-        self.picture, self.label, self.support = w.Image(format="jpeg"), w.HTML(), w.VBox()
+        self.picture, self.label, self.support = _image(), w.HTML(), w.VBox()
         self.hits = [HitView(self.ask, self.add) for _ in range(k)]
         self._listen()
         super().__init__([w.HBox([self.video, self.position], layout=w.Layout(flex_flow="row wrap")), self.picture, self.label,
@@ -166,7 +169,7 @@ class RetrievalExplorer(w.VBox):
         for part, name in ((self.picture, "query"), (self.clear, "clear"), (self.support, "support")): part.add_class(f"freerep-{name}")
         self.video.observe(lambda c: self._act(lambda: self.state.ask(self.state.rows_of(c.new)[0])), "value")
         self.position.observe(lambda c: self._act(lambda: self.state.ask(self.state.rows_of(self.video.value)[c.new])), "value")
-        self.filter.observe(lambda c: self._act(lambda: self.state.only(c.new)), "value")
+        self.filter.observe(lambda c: self._act(lambda: self.state.only(c.new or None)), "value")
         self.clear.on_click(lambda _: self._act(self.state.clear))
     def ask(self, row): self._act(lambda: self.state.ask(row))
     def add(self, row): self._act(lambda: self.state.add(row))
@@ -193,13 +196,13 @@ def _show_query(self: RetrievalExplorer):
     rows = self.state.rows_of(row.video)
     self.video.value, self.position.max = row.video, len(rows) - 1
     self.position.value = int(np.flatnonzero(rows == self.state.query)[0])
-    self.picture.value, self.label.value = self.strips[row.row], row_label(row)
+    self.picture.value, self.label.value = self.strips[row.row], row_label(row, "query")
 
 @patch
 def _show_support(self: RetrievalExplorer):
     shots = self.state.shots[1:]
     rows = self.state.index.table.iloc[shots]
-    self.support.children = [w.VBox([w.Image(value=self.strips[i], format="jpeg"), w.HTML(row_label(r))]) for i, r in zip(shots, rows.itertuples())]
+    self.support.children = [w.VBox([_image(self.strips[i]), w.HTML(row_label(r, "support"))]) for i, r in zip(shots, rows.itertuples())]
     self.clear.disabled = not self.state.support
 
 # %% ../nbs/40_explore.ipynb #1b5fcdda

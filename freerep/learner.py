@@ -34,6 +34,7 @@ def save_state(
     buffer, path = io.BytesIO(), Path(path)
     torch.save(state, buffer)
     with disk_room(path), atomic_path(path) as part: part.write_bytes(buffer.getbuffer())
+    if os.name != "posix": return
     folder = os.open(path.parent, os.O_RDONLY)
     try: os.fsync(folder)
     finally: os.close(folder)
@@ -137,7 +138,7 @@ def _forward_backward(self: Learner, group):
     "Gradients of the mean loss of a group of batches; returns that loss, averaged over the processes"
     total = torch.zeros((), device=self.device)
     for batch in group:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+        with torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else contextlib.nullcontext():
             loss = self.loss_fn(self.model, to_device(batch, self.device))/len(group)
         loss.backward()
         total += loss.detach()
@@ -290,7 +291,7 @@ def load(self: Learner,
         for cb in self.cbs:
             if hasattr(cb, "load"): cb.load(state["cbs"][type(cb).__name__])
         set_random_state(state["random"][self.rank])
-    except (KeyError, RuntimeError, TypeError) as e: raise InputError(f"{path} is not a state of this training: {e}") from e
+    except (KeyError, RuntimeError, TypeError) as e: raise InputError(f"{path} is not a state of this training: {' '.join(str(e).split())}") from e
 
 # %% ../nbs/08_learner.ipynb #0aa45dd2
 def cosine_schedule(

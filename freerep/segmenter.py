@@ -87,13 +87,29 @@ def _memory_encoder(c):
     down = s.MaskDownSampler(c["d"], kernel_size=3, stride=2, padding=1)
     return s.MemoryEncoder(c["memory"], down, s.Fuser(block, num_layers=2), position, in_dim=c["d"])
 
+@torch.no_grad()
+def _like_with_like(model):
+    "Start memory attention as a comparison of image features: places of the query look at places of the context that look the same"
+    memory, d, m = model.memory_encoder, model.hidden_dim, model.mem_dim
+    squeeze = torch.nn.init.orthogonal_(torch.empty(m, d))*(d/m)**.5
+    torch.nn.init.dirac_(memory.pix_feat_proj.weight)
+    memory.out_proj.weight.copy_(squeeze[..., None, None])
+    for layer in model.memory_attention.layers:
+        attention = layer.cross_attn_image
+        for part, start in (("q_proj", torch.eye(d)), ("k_proj", squeeze.T), ("v_proj", squeeze.T), ("out_proj", torch.eye(d))):
+            getattr(attention, part).weight.copy_(start)
+            getattr(attention, part).bias.zero_()
+    for part in (memory.pix_feat_proj, memory.out_proj): part.bias.zero_()
+
 def _build(name, side, cls="SAM2Base"):
     "A SAM2 with random weights"
     c = _NANO if name == "nano" else _OFFICIAL
     several = dict(multimask_output_in_sam=c["several"], multimask_output_for_tracking=c["several"], use_multimask_token_for_obj_ptr=c["several"])
-    return getattr(_sam2(), cls)(
+    model = getattr(_sam2(), cls)(
         image_encoder=_image_encoder(_TRUNKS[name], c), memory_attention=_memory_attention(c, side), memory_encoder=_memory_encoder(c),
         image_size=side, **_BEHAVIOUR, **several)
+    if name == "nano": _like_with_like(model)
+    return model
 
 # %% ../nbs/34_segmenter.ipynb #e259eb80
 _URL = "https://dl.fbaipublicfiles.com/segment_anything_2/092824/sam2.1_hiera_{}.pt"

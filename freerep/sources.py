@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 import av, numpy as np, pandas as pd
 from av.video.reformatter import VideoReformatter
-from defusedxml import ElementTree
+from defusedxml import DefusedXmlException, ElementTree
 from fastcore.basics import patch
 from PIL import Image
 from .core import InputError, note, progress
@@ -147,9 +147,10 @@ class Video:
     @cached_property
     def size(self):
         "(w, h) of the first picture that can be read"
-        for f in self.frames[:100].tolist():
+        spread = np.linspace(0, self.n_frames - 1, min(50, self.n_frames)).astype(int)
+        for f in [*self.frames[:50].tolist(), *self.frames[spread].tolist()]:
             for _, _, full, _ in self._pictures({f: 8}): return full
-        raise InputError(f"{self.path}: none of its first frames can be read ({next(iter(self.broken.values()), 'there is none')})")
+        raise InputError(f"{self.path}: none of its frames can be read ({next(iter(self.broken.values()), 'there is none')})")
     @property
     def has_annotations(self):
         "Does it come with boxes? (Nothing is parsed to find out)"
@@ -157,7 +158,8 @@ class Video:
     @cached_property
     def annotations(self):
         "One row per box: frame, identity, x0, y0, x1, y1; parsed at the first access"
-        table, problems = clean_boxes(*(self.labels(self) if self.labels else (box_table(), [])), self)
+        if self.labels is None: return box_table()[BOX_COLUMNS]
+        table, problems = clean_boxes(*self.labels(self), self)
         self.problems += problems
         return table
     def time(self, frame):
@@ -403,7 +405,7 @@ class _Open(threading.local):
     "The readers of this thread, the last used at the end"
     def __init__(self): self.readers, self.pid = OrderedDict(), os.getpid()
     def __call__(self, path, table, most=4):
-        if self.pid != os.getpid(): self.__init__()
+        if self.pid != os.getpid(): self.parents, self.readers, self.pid = self.readers, OrderedDict(), os.getpid()   # kept: freeing them could wait for threads of the parent
         reader = self.readers.pop(key := (str(path), id(table)), None) or _Reader(path, table)
         self.readers[key] = reader
         while len(self.readers) > most: self.readers.popitem(last=False)[1].close()
@@ -456,19 +458,26 @@ def parse_xml(
         size, objects = text(_SIZE.findall(data)), [text(_FIELD.findall(o)) for o in _OBJECT.findall(data)]
         if all(len(o) == 5 for o in objects): return size, objects
     try: root = ElementTree.fromstring(data)
-    except (ElementTree.ParseError, SyntaxError) as e: raise ValueError(f"is not well-formed XML ({e})") from None
-    except ValueError as e: raise ValueError(f"is refused: XML with entities or references ({type(e).__name__})") from None
+    except (SyntaxError, LookupError) as e: raise ValueError(f"is not well-formed XML ({e})") from None
+    except DefusedXmlException as e: raise ValueError(f"is refused: XML with entities or references ({type(e).__name__})") from None
     get = lambda node, names: {n: (e.text or "").strip() for n in names if (e := node.find(f".//{n}")) is not None}
     return get(root, ("width", "height")), [get(o, ("unique_id", "xmin", "xmax", "ymin", "ymax")) for o in root.iter("object")]
 
 # %% ../nbs/02_sources.ipynb #0a882ebf
+def _size_of(video):
+    "(w, h) of a video, None if no frame can be read"
+    try: return video.size
+    except InputError: return None
+
 def clean_boxes(
     table,  # boxes with the column `file`, as made by `box_table`
     found,  # problems so far, (file, problem) each
     video,  # the `Video` they belong to
 ):
     "(the boxes that can be used, clamped, sorted by frame; the list of problems)"
-    found, (w, h) = list(found), video.size if len(table) else (0, 0)
+    found, size = list(found), _size_of(video)
+    if size is None: return table[BOX_COLUMNS][:0], [dict(file=str(video.path), problem="its boxes are left out, since none of its frames can be read")] if len(table) else []
+    w, h = size
     def drop(bad, problem):
         nonlocal table
         found.extend((f, f"{problem}, left out") for f in table.file[bad])
@@ -495,7 +504,7 @@ def xml_boxes(
     video,   # the `Video` they belong to
 ):
     "(box table, problems) of a REAL-Colon annotation folder"
-    rows, found, start, seen = [], [], f"{video.name}_", []
+    rows, found, start, seen, full = [], [], f"{video.name}_", [], _size_of(video)
     for e in os.scandir(folder):
         digits = e.name[len(start):-4]
         if not (e.name.startswith(start) and e.name.endswith(".xml") and digits.isascii() and digits.isdigit() and len(digits) < 19): continue
@@ -505,7 +514,7 @@ def xml_boxes(
         except (OSError, ValueError) as err:
             found.append((e.path, str(err)))
             continue
-        more, bad = _xml_rows(e.path, seen[-1], size, objects, video)
+        more, bad = _xml_rows(e.path, seen[-1], size, objects, full)
         rows += more
         found += bad
     without = np.setdiff1d(video.frames, seen), np.setdiff1d(seen, video.frames)
@@ -513,12 +522,12 @@ def xml_boxes(
     if len(without[1]): found.append((folder, f"no image for {_count(len(without[1]), 'XML file')}, first {start}{without[1][0]}.xml"))
     return box_table(rows), sorted(found, key=lambda x: natural_key(str(x[0])))
 
-def _xml_rows(path, t, size, objects, video):
+def _xml_rows(path, t, size, objects, full):
     "Rows of a box table and problems of one XML file"
     rows, found = [], []
     declared = tuple(_number(size.get(k)) for k in ("width", "height"))
-    if objects and declared != video.size:
-        found.append((path, "has no size of the frame" if np.isnan(declared).any() else f"says {declared[0]:g}x{declared[1]:g}, the frames are {video.size[0]}x{video.size[1]}"))
+    if objects and declared != full:
+        found.append((path, "has no size of the frame" if np.isnan(declared).any() else f"says {declared[0]:g}x{declared[1]:g}, the frames are {'x'.join(map(str, full or '?'))}"))
     for o in objects:
         if not o.get("unique_id"): found.append((path, "box without unique_id, left out"))
         else: rows.append((t, o["unique_id"], *(_number(o.get(k)) for k in ("xmin", "ymin", "xmax", "ymax")), path))
@@ -539,9 +548,14 @@ def _coco_place(image):
     if abs(t) >= 2**62: raise ValueError(t)
     return str(image.get("sequence_id", stem[1])), t
 
+def _sequence_of(annotation, place):
+    "The sequence that a broken annotation belongs to; the first one if it does not tell"
+    try: return place[annotation["image_id"]][0]
+    except (KeyError, TypeError): return next(iter(place.values()), [""])[0]
+
 @functools.lru_cache(maxsize=4)
 def _coco_table(path, changed):
-    "All boxes of a COCO file (last `changed` at that time), with their sequence, and problems"
+    "All boxes of a COCO file (last `changed` at that time), with their sequence, and problems with theirs"
     images, annotations = _coco_json(path, "images", "annotations")
     place, rows, found, sequences = {}, [], [], []
     for im in images:
@@ -549,7 +563,7 @@ def _coco_table(path, changed):
         except (KeyError, TypeError, ValueError, AttributeError): pass
     for a in annotations:
         try: (sequence, t), (x, y, w, h), who = place[a["image_id"]], map(_number, a["bbox"]), str(a["identity_id"])
-        except (KeyError, TypeError, ValueError): found.append((path, "annotation without a known image_id, a bbox or an identity_id, left out"))
+        except (KeyError, TypeError, ValueError): found.append((_sequence_of(a, place), path))
         else:
             rows.append((t, who, x, y, x + w, y + h, path))
             sequences.append(sequence)
@@ -562,7 +576,8 @@ def coco_boxes(
     "(box table, problems) of one sequence of the COCO layout"
     tables, found = zip(*(_coco_table(str(p), os.stat(p).st_mtime_ns) for p in paths))
     table = pd.concat(tables)
-    return table[table.sequence == video.name].drop(columns="sequence"), sum(found, [])
+    problem = "annotation without a known image_id, a bbox or an identity_id, left out"
+    return table[table.sequence == video.name].drop(columns="sequence"), [(path, problem) for sequence, path in sum(found, []) if sequence == video.name]
 
 # %% ../nbs/02_sources.ipynb #7984163a
 class Source:
@@ -770,7 +785,7 @@ def check(self: Video,
     found, sizes, frames = self._gaps(), {}, self._to_check(limit)
     for f, _, full, _ in self._pictures({int(f): 8 for f in frames}): sizes.setdefault(full, f)
     if len(sizes) > 1: found.append((self.path, "its frames differ in size: " + ", ".join(f"{w}x{h} (first at frame {f})" for (w, h), f in sizes.items()) + "; when read they are scaled to the first"))
-    if sizes: self.annotations
+    self.annotations
     return len(frames), _sum_up(found) + _sum_up(self._blame(), show=50)
 
 @patch
@@ -793,7 +808,7 @@ def _check_csv(source):
         rows = csv.DictReader(io.StringIO(lesion_path.read_bytes().decode("utf-8-sig", errors="replace"), newline=""))
         lesions = Counter({(r.get("unique_object_id") or "").strip(): (r.get("unique_video_name") or "").strip() for r in rows}.values())
     for v in source:
-        row, polyps = info.get(v.name), v.annotations.identity.nunique() if len(v.broken) < v.n_frames else 0
+        row, polyps = info.get(v.name), v.annotations.identity.nunique()
         if info and row is None: found.append((path, f"has no row for {v.name}"))
         for key, have in (("num_frames", v.n_frames), ("num_lesions", polyps if v.has_annotations else None)):
             said = _number((row or {}).get(key))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 import numpy as np, pandas as pd
 from .core import InputError, note
-from .sources import check_source
+from .sources import _count, check_source
 
 # %% auto #0
 __all__ = ['COLUMNS', 'frame_runs', 'make_tracklets', 'tracklet_frames', 'box_iou', 'boxes_of', 'annotated_tracklets', 'info',
@@ -156,14 +156,14 @@ def info_text(
 ):
     "The same for people"
     kinds = dict(video="video files", frames="frames in folders", realcolon="REAL-Colon layout", coco="COCO layout")
-    lines = [f"{facts['path']}: {kinds.get(facts['kind'], facts['kind'])}", f"{facts['n_videos']} videos, {facts['n_frames']} frames, {_clock(facts['seconds'])}; "
-             f"{facts['n_tracklets']} tracklets of 8 frames; {facts['n_polyps']} polyps with {facts['n_boxes']} boxes in {facts['n_polyp_tracklets']} tracklets"]
-    lines += [f"split {k}: {len(v)} videos" for k, v in facts["splits"].items()]
+    lines = [f"{facts['path']}: {kinds.get(facts['kind'], facts['kind'])}", ", ".join([_count(facts["n_videos"], "video"), _count(facts["n_frames"], "frame"), _clock(facts["seconds"])])
+             + f"; {_count(facts['n_tracklets'], 'tracklet')} of 8 frames; {_count(facts['n_polyps'], 'polyp')} in {_count(facts['n_polyp_tracklets'], 'tracklet')}, boxes: {facts['n_boxes']}"]
+    lines += [f"split {k}: {_count(len(v), 'video')}" for k, v in facts["splits"].items()]
     for v in facts["videos"][:most]:
         lines.append(f"  {v['name']}: {v['frames']} frames ({v['first_frame']} to {v['last_frame']}), {v['size'][0]}x{v['size'][1]}, {v['fps']:g} frames/s, {_clock(v['seconds'])}, "
-                     f"{v['tracklets']} tracklets, {len(v['polyps'])} polyps in {v['polyp_tracklets']} tracklets")
+                     f"{_count(v['tracklets'], 'tracklet')}, {_count(len(v['polyps']), 'polyp')} in {_count(v['polyp_tracklets'], 'tracklet')}")
     if len(facts["videos"]) > most: lines.append(f"  ... and {len(facts['videos']) - most} more videos")
-    lines.append(f"{len(facts['problems']) or 'no'} problems found; {facts['frames_decoded']} of {facts['n_frames']} frames decoded")
+    lines.append(f"{_count(len(facts['problems']), 'problem') if facts['problems'] else 'no problems'} found; {facts['frames_decoded']} of {facts['n_frames']} frames decoded")
     lines += [f"  {p['file']}: {p['problem']}" for p in facts["problems"][:most]]
     if len(facts["problems"]) > most: lines.append(f"  ... and {len(facts['problems']) - most} more problems (all of them with --json FILE)")
     return "\n".join(lines)

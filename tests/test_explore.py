@@ -124,7 +124,8 @@ def test_a_blank_strip_holds_long_and_odd_texts():
 def test_labels_are_escaped_and_say_what_is_known():
     rows = random_index(0).table.assign(video="<script>v</script>", identity="a&b").head(1)
     row = next(rows.itertuples())
-    assert Reader(row_label(row)).tags == ["div"] and "".join(Reader(row_label(row)).text).strip() == "00:00.0 to 00:00.2 \u00b7 <script>v</script> \u00b7 polyp a&b"
+    label = Reader(row_label(row, "query"))
+    assert label.tags == ["div"] and "".join(label.text).strip() == "query \u00b7 00:00.0 to 00:00.2 \u00b7 <script>v</script> \u00b7 polyp a&b"
     for same, text in ((True, "same polyp"), (False, "another polyp"), (pd.NA, "polyp a&b")):
         hit = next(rows.assign(rank=2, score=-.25, same=pd.array([same], dtype="boolean")).itertuples())
         assert "".join(Reader(row_label(hit)).text).strip() == f"2. -0.250 \u00b7 00:00.0 to 00:00.2 \u00b7 <script>v</script> \u00b7 {text}"
@@ -140,7 +141,7 @@ def agrees(explorer):
     assert abs(grey(explorer.picture.value) - 10*state.query) <= 1
     assert explorer.video.value == state.index.table.video[state.query] and state.rows_of(explorer.video.value)[explorer.position.value] == state.query
     assert [round(grey(c.children[0].value)/10) for c in explorer.support.children] == state.shots[1:]
-    assert explorer.filter.value == state.video and explorer.clear.disabled == (not state.support)
+    assert explorer.filter.value == (state.video or "") and explorer.clear.disabled == (not state.support)
 
 
 def test_clicks(procedures):
@@ -162,7 +163,7 @@ def test_clicks(procedures):
     assert explorer.state.query == explorer.state.rows_of(explorer.video.value)[3]
     agrees(explorer)
     explorer.clear.click()
-    explorer.filter.value = None
+    explorer.filter.value = ""
     assert explorer.state.shots == [explorer.state.query]
     agrees(explorer)
 
@@ -177,7 +178,7 @@ def test_any_order_of_clicks(procedures, seed):
         elif act == "clear": explorer.clear.click()
         elif act == "video": explorer.video.value = str(g.choice(explorer.state.videos))
         elif act == "position": explorer.position.value = int(g.integers(explorer.position.max + 1))
-        elif act == "filter": explorer.filter.value = [None, *explorer.state.videos][g.integers(3)]
+        elif act == "filter": explorer.filter.value = ["", *explorer.state.videos][g.integers(3)]
         agrees(explorer)
 
 

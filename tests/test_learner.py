@@ -201,21 +201,40 @@ class Slow(Bags):
     "Takes its time, so that a kill finds the run at work"
     def batch(self, i): time.sleep(.004); return super().batch(i)
 
+def kill_at_work(start, log, delay):
+    "SIGKILL the process that `start` begins, `delay` seconds after the first new line in `log`; was it still at work?"
+    size, p = log.stat().st_size if log.exists() else 0, start()
+    while p.poll() is None and (not log.exists() or log.stat().st_size == size): time.sleep(.002)
+    time.sleep(delay)
+    p.kill()
+    return p.wait() == -signal.SIGKILL
+
+class Forked:
+    "Runs `f` in a forked child, with the face of `subprocess.Popen`"
+    def __init__(self, f):
+        self.pid = os.fork()
+        self.returncode = None
+        if self.pid == 0:
+            try: f()
+            except BaseException: os._exit(1)
+            os._exit(0)
+    def poll(self, block=os.WNOHANG):
+        if self.returncode is None and (found := os.waitpid(self.pid, block))[0]: self.returncode = os.waitstatus_to_exitcode(found[1])
+        return self.returncode
+    def wait(self): return self.poll(0)
+    def kill(self):
+        if self.poll() is None: os.kill(self.pid, signal.SIGKILL)
+
 def test_sigkill_at_random_moments(tmp_path):
-    "A real process, killed from outside again and again, ends with the weights and the log of one that was left alone"
-    here = Path(__file__).resolve().parent
+    "Killed from outside again and again, a run ends with the weights and the log of one that was left alone"
+    here, r = Path(__file__).resolve().parent, random.Random(0)
     (tmp_path/"run.py").write_text(SCRIPT.format(tests=str(here), repo=str(here.parent)))
-    def start(folder): return subprocess.Popen([sys.executable, tmp_path/"run.py", folder], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    quiet = start(tmp_path/"a")
-    kills, r = [], random.Random(0)
-    for _ in range(40):
-        p, log = start(tmp_path/"b"), tmp_path/"b"/"log.csv"
-        size = log.stat().st_size if log.exists() else 0
-        while p.poll() is None and (not log.exists() or log.stat().st_size == size): time.sleep(.002)
-        if len(kills) < 3: time.sleep(r.uniform(0, .3)); p.kill()
-        if p.wait() == 0: break
-        kills.append(len(log.read_bytes().splitlines()) - 1)
-    assert quiet.wait() == 0 and p.returncode == 0 and len(kills) >= 3, kills
+    def real(): return subprocess.Popen([sys.executable, tmp_path/"run.py", tmp_path/"b"], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    def forked(): return Forked(lambda: go(tmp_path/"b", minutes=0, epochs=30, batches=Slow()))
+    go(tmp_path/"a", epochs=30)
+    kills = [kill_at_work(start, tmp_path/"b"/"log.csv", r.uniform(0, .15)) for start in (real, *[forked]*7)]
+    assert sum(kills) >= 4
+    p = real(); assert p.wait() == 0
     same_run(tmp_path/"a", tmp_path/"b")
 
 

@@ -17,6 +17,7 @@ from freerep.encoder import BACKBONES, SmallNet, TrackletEncoder
 from freerep.learner import Callback
 from freerep.pretraining import *
 from freerep.sources import open_source
+from test_learner import Forked, kill_at_work, same_run
 
 TIMING = ["frames_per_s", "seconds"]
 CFG = dict(preset="tiny", length=4, stride=1, n_frames=2, size=16, d=16, layers=1, heads=2, ff=16, out=8, kappa=2, bags=4, epochs=3, steps=None, lr=1e-3, workers=0)
@@ -37,13 +38,10 @@ def frames(tmp_path_factory): return write_frames(tmp_path_factory.mktemp("data"
 @pytest.fixture(autouse=True)
 def fresh_notes(): freerep.core._noted.clear()
 
-def same_run(a, b):
-    "Two runs ended with equal weights, bit for bit, and equal logs"
-    wa, wb = (load_tensors(Path(f)/"last.safetensors") for f in (a, b))
-    assert wa.keys() == wb.keys() and all(torch.equal(wa[k], wb[k]) for k in wa)
-    la, lb = (pd.read_csv(Path(f)/"log.csv", dtype=str).drop(columns=TIMING) for f in (a, b))
-    pd.testing.assert_frame_equal(la, lb)
-    assert list(la.step.astype(int)) == list(range(1, len(la) + 1))
+@pytest.fixture(autouse=True)
+def quick_plot(request, monkeypatch):
+    "The picture of the loss takes longer than these trainings; one test looks at the real one"
+    if request.function is not test_a_run: monkeypatch.setattr(P, "plot_log", lambda log: P.Figure(figsize=(.1, .1)))
 
 class StopAt(Callback):
     def __init__(self, step): self.at = step
@@ -305,25 +303,21 @@ def test_interrupt_and_resume(frames, tmp_path, step, capsys):
 
 
 SCRIPT = """
-import sys; sys.path[:0] = [{tests!r}, {repo!r}]
+import sys; sys.path.insert(0, {repo!r})
 import torch; torch.set_num_threads(1)
-from test_pretrain import *
-pretrain({frames!r}, config(epochs=12, save_minutes=0, workers=1), out=sys.argv[1], resume=True)
+from freerep.pretraining import *
+pretrain({frames!r}, PretrainConfig(**{cfg!r}), out={out!r}, resume=True)
 """
 
 def test_sigkill_at_random_moments(frames, tmp_path):
-    "A real training is killed from outside at random moments, before its first step and in the middle of it, and resumed"
-    here = Path(__file__).resolve().parent
-    (tmp_path/"run.py").write_text(SCRIPT.format(tests=str(here), repo=str(here.parent), frames=str(frames)))
-    def start(out): return subprocess.Popen([sys.executable, tmp_path/"run.py", out], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    quiet, r, kills = start(tmp_path/"a"), random.Random(1), 0
-    for wait_for in ("config.json", "log.csv", "log.csv", None):
-        p, file = start(tmp_path/"b"), tmp_path/"b"/str(wait_for)
-        size = file.stat().st_size if file.exists() else -1
-        while wait_for and p.poll() is None and (not file.exists() or file.stat().st_size <= max(size, 60 if wait_for == "log.csv" else 0)): time.sleep(.002)
-        if wait_for == "log.csv": time.sleep(r.uniform(0, .25))
-        if wait_for: p.kill(); kills += p.wait() == -signal.SIGKILL
-    assert p.wait() == 0 and quiet.wait() == 0 and kills >= 2
+    "Killed from outside at random moments, before the first step and later, resumed each time: the end is that of a quiet run"
+    here, r, cfg = Path(__file__).resolve().parent, random.Random(1), dict(epochs=12, save_minutes=0, workers=1)
+    (tmp_path/"run.py").write_text(SCRIPT.format(repo=str(here.parent), frames=str(frames), cfg={**CFG, **cfg}, out=str(tmp_path/"b")))
+    def real(): return subprocess.Popen([sys.executable, tmp_path/"run.py"], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    def forked(): return Forked(lambda: pretrain(frames, config(**cfg), out=tmp_path/"b", resume=True))
+    kills = [kill_at_work(start, tmp_path/"b"/file, r.uniform(0, .3)) for start, file in [(forked, "config.json"), (real, "log.csv"), *[(forked, "log.csv")]*4]]
+    assert kills[1] and sum(kills) >= 3
+    pretrain(frames, config(**cfg), out=tmp_path/"b", resume=True), pretrain(frames, config(**cfg), out=tmp_path/"a")
     same_run(tmp_path/"a", tmp_path/"b")
 
 

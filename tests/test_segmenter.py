@@ -608,6 +608,26 @@ def test_a_mask_judged_absent_still_learns():
     assert (p.object_score < 0).all() and segmenter.model.sam_mask_decoder.output_hypernetworks_mlps[0].layers[-1].weight.grad.any()
 
 
+def test_nano_starts_with_an_eye_for_its_context():
+    "More so than with random attention; and learns one episode so that a wrong context gives something else"
+    def effect(segmenter):
+        x, m = episodes(3, b=4, o=3)
+        a, b = (episode_logits(segmenter, x, np.roll(m[:, :-1], r, 2)).candidates for r in (0, 1))
+        return ((a - b).std()/a.std()).item()
+    segmenter, without = (load_segmenter("nano", device="cpu") for _ in range(2))
+    for part in (*without.model.memory_attention.modules(), without.model.memory_encoder.pix_feat_proj, without.model.memory_encoder.out_proj):
+        if hasattr(part, "reset_parameters"): part.reset_parameters()
+    assert effect(segmenter) > 2*effect(without)
+    x, m = episodes(1, b=1, o=2)
+    m[0, :, 1] = m[0, :, 0, ::-1]
+    optimiser = torch.optim.AdamW(segmenter.model.parameters(), lr=1e-3)
+    segmenter.model.train()
+    for _ in range(60):
+        loss = step_loss(episode_logits(segmenter, x, m[:, :-1]), m[:, -1])
+        optimiser.zero_grad(); loss.backward(); optimiser.step()
+    assert step_loss(episode_logits(segmenter, x, m[:, :-1, ::-1].copy()), m[:, -1]) > 1.5*step_loss(episode_logits(segmenter, x, m[:, :-1]), m[:, -1])
+
+
 def test_frozen_parts_get_no_gradient():
     segmenter = load_segmenter("nano", device="cpu")
     segmenter.model.train()

@@ -419,6 +419,17 @@ def test_the_quick_reader_agrees_with_the_parser(objects, sized):
     assert quick == parsed and len(quick[1]) == len(objects)
 
 
+@few
+@given(st.binary(max_size=40) | st.sampled_from([b'<?xml version="1.0" encoding="foo"?><a/>', b'<?xml version="1.0" encoding="big5"?><a/>', b"<annotation></annotation>\0", b"</annotation>"]),
+       st.integers(0, 300), st.integers(0, 300))
+def test_any_bytes_as_xml_give_boxes_or_a_reason(junk, i, j):
+    good = voc((96, 64), [("p", 1, 2, 30, 40)]).encode()
+    for data in (junk, good[:i] + junk + good[j:], junk + good):
+        try: size, objects = parse_xml(data)
+        except ValueError: continue
+        assert isinstance(size, dict) and all(isinstance(v, str) for o in objects for v in o.values())
+
+
 def naive_boxes(rows, size, frames):
     "The rule in words, box by box"
     kept = {}
@@ -593,6 +604,9 @@ def test_coco_without_the_extra_fields(tmp_path):
     source = open_source(tmp_path/"c")
     assert source["001-001"].frames.tolist() == list(range(6)) and source["001-001"].annotations.frame.tolist() == [1, 2]
     assert "an identity_id, left out" in problems(source)
+    data["annotations"] += [3, dict(image_id=0), dict(image_id="?", bbox=[1, 2, 3, 4], identity_id="x"), dict(image_id=1, bbox=[1, 2, 3], identity_id="x")]
+    path.write_text(json.dumps(data))
+    assert sum(p["problem"].count("left out") for p in check_source(open_source(tmp_path/"c"))[1]) == 1       # five of a kind: one line with the count
 
 
 def test_coco_does_not_read_outside_its_folder(tmp_path):
@@ -681,8 +695,15 @@ def test_a_folder_without_any_readable_frame(tmp_path):
     (tmp_path/"v").mkdir()
     for i in range(3): (tmp_path/f"v/{i}.jpg").write_bytes(b"x")
     source = open_source(tmp_path/"v")
-    with pytest.raises(InputError, match="none of its first frames can be read"): source.videos[0].size
+    with pytest.raises(InputError, match="none of its frames can be read"): source.videos[0].size
     assert "0.jpg: cannot be read: it is no picture" in problems(source)
+
+
+def test_boxes_of_a_video_that_cannot_be_read(tmp_path):
+    write_realcolon(tmp_path, "901-001", [scene()]*3, [(0, "p", 5, 5, 40, 40)])
+    for t in range(3): (tmp_path/f"901-001_frames/901-001_{t}.jpg").write_bytes(b"")
+    source = open_source(tmp_path)
+    assert len(source["901-001"].annotations) == 0 and "its boxes are left out, since none of its frames can be read" in problems(source)
 
 
 def test_training_never_touches_annotations(tmp_path):

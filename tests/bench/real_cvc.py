@@ -53,8 +53,8 @@ def main():
         table = cvc_tracklets(source)
         for name, run in encoders(source, a.run, Path(folder)):
             for view, how in VIEWS.items():
+                print(f"{name} | {view}", file=sys.stderr, flush=True)
                 results[f"{name} | {view}"] = evaluate(embed(source, run, table=table, **how))
-                print(metrics_table({f"{name} | {view}": results[f"{name} | {view}"]}).round(1).to_string(), flush=True)
         for kind in ("mean_colour", "thumbnail"): results[f"{kind} | 5x"] = evaluate(embed_pixels(source, kind, table=table))
     with pd.option_context("display.width", 200): print(metrics_table(results).dropna(axis=1, how="all").to_string())
     if a.out: write_json(results, a.out)
