@@ -127,16 +127,23 @@ def frames(self: TrackletEncoder,
 
 # %% ../nbs/06_encoder.ipynb #01e06125
 @patch
+def aggregate(self: TrackletEncoder,
+    tokens: torch.Tensor,           # (b, t, d) features of the frames
+    mask: torch.Tensor|None=None,   # (b, t) bool, True = real frame; None: all are
+) -> torch.Tensor:                  # (b, d)
+    "CLS output after the transformer has looked at the frames together"
+    x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], 1)
+    padding = None if mask is None else F.pad(~mask, (1, 0))
+    return self.encoder(x, src_key_padding_mask=padding)[:, 0]
+
+@patch
 def forward(self: TrackletEncoder,
     clips: torch.Tensor,            # (b, t, c, h, w)
     mask: torch.Tensor|None=None,   # (b, t) bool, True = real frame; None: all are
 ) -> torch.Tensor:                  # (b, d)
     "CLS output of each clip. Raises `InputError` on a wrong shape or a clip without a frame"
     _check_mask(clips, mask)
-    x = self.frames(clips, mask)
-    x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
-    padding = None if mask is None else F.pad(~mask, (1, 0))
-    return self.encoder(x, src_key_padding_mask=padding)[:, 0]
+    return self.aggregate(self.frames(clips, mask), mask)
 
 @patch
 def project(self: TrackletEncoder,

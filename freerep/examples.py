@@ -21,7 +21,7 @@ __all__ = ['CT_WINDOW', 'CLASS_FILES', 'FLARE22_CLASSES', 'check_window', 'apply
            'choose_series', 'dicom_order', 'open_dicom', 'open_volume', 'grey_sort', 'MaskReader', 'paint',
            'read_binary', 'fit_mask', 'class_colour', 'read_classes', 'polygon_mask', 'decode_rle', 'Example',
            'Examples', 'grey_to_rgb', 'volume_problems', 'open_examples', 'array_examples', 'overlay', 'Query',
-           'ImageQuery', 'ArrayQuery', 'VolumeQuery', 'VideoQuery', 'open_query', 'open_queries', 'save_mask',
+           'PictureQuery', 'ArrayQuery', 'VolumeQuery', 'VideoQuery', 'open_query', 'open_queries', 'save_mask',
            'write_mask_like', 'save_nifti', 'MaskWriter', 'write_masks', 'examples_info', 'examples_text',
            'are_examples']
 
@@ -62,7 +62,8 @@ def choose_window(
     if values.dtype == np.uint8: return 127.5, 255.
     v = _sample(values)
     if modality == "CT" or modality is None and len(v) and np.percentile(v, 1) < -100: return CT_WINDOW
-    v = v[v > v.min()] if len(v) else v
+    found, counts = np.unique(v, return_counts=True)
+    v = v[v != found[counts.argmax()]] if len(found) > 1 else v
     low, high = np.percentile(v, (.5, 99.5)).tolist() if len(v) else (0., 1.)
     return (low + high)/2, max(high - low, 1e-6)
 
@@ -342,10 +343,11 @@ def _same_place(a, b):
 
 # %% ../nbs/31_examples.ipynb #1a7a9f99
 def _areas(values):
-    "How many pixels of each value 0 to 255 have four neighbours of the same value"
+    "The values of the pixels whose four neighbours have the same value"
     i = values[1:-1, 1:-1]
-    same = (i == values[:-2, 1:-1]) & (i == values[2:, 1:-1]) & (i == values[1:-1, :-2]) & (i == values[1:-1, 2:])
-    return np.bincount(i[same], minlength=256)
+    return i[(i == values[:-2, 1:-1]) & (i == values[2:, 1:-1]) & (i == values[1:-1, :-2]) & (i == values[1:-1, 2:])]
+
+def _histogram(values): return np.bincount(values.ravel(), minlength=256)
 
 def grey_sort(
     seen,         # (256,) how many pixels of the folder have each grey value
@@ -355,8 +357,9 @@ def grey_sort(
     "What grey masks are: 'drawing' (one object, white), 'numbers' (a value is a class) or None (neither can be said)"
     lit, top = np.flatnonzero(seen[1:]) + 1, int(np.flatnonzero(seen).max(initial=0))
     flat = lit[area[lit] > .001*area[1:].sum()]                      # values that make up areas, leaving out specks
-    dark, middle = flat[flat < 32], flat[(flat >= 32) & (flat < top - 16)]
-    white = top >= 128 and seen[max(128, top - 16):].sum() >= .5*seen[1:].sum() and area[middle].sum() <= .05*area[1:].sum()
+    noise = 8 if lossy else 1                                        # JPEG makes areas of nearly black
+    dark, middle = flat[flat < 32], flat[(flat >= (noise if lossy else 32)) & (flat < top - 16)]
+    white = top >= 128 and seen[max(128, top - 16):].sum() >= .5*seen[noise:].sum() and area[middle].sum() <= .05*area[1:].sum()
     if white and (lossy or not len(dark) or len(lit) > 2*len(flat)): return "drawing"
     return "numbers" if not lossy and (len(lit) <= 32 or 2*len(flat) >= len(lit)) else None
 
@@ -392,20 +395,21 @@ class MaskReader:
         self.colours, self.broken, self.sort, self.numbers, self.shades = {}, {}, {}, set(), set()
         self.seen, self.area = {"grey": np.zeros(256, int), "lossy": np.zeros(256, int)}, {"grey": np.zeros(256, int), "lossy": np.zeros(256, int)}
         for path in progress(list(paths), label="masks"): self._look(path)
-        self.sorts = {s: grey_sort(self.seen[s], self.area[s], s == "lossy") if self.seen[s][1:].any() else "drawing" for s in self.seen}
+        self.sorts = {s: grey_sort(self.seen[s], self.area[s], s == "lossy") for s in self.seen}
         if not self.by_colour: self.by_colour = {c: i + 1 for i, c in enumerate(sorted(self.shades - {0}))}
     def _look(self, path):
         "Take a mask into account"
         try:
             values, sort, palette = _read_mask(path)
-            found = np.flatnonzero(np.bincount(values.ravel())).tolist() if values.dtype == np.uint8 else np.unique(values).tolist()
-            if sort == "colours" and len(found) > 256: raise ValueError(f"it has {len(found)} colours, so its edges were smoothed: save it without smoothing, or as an indexed PNG")
+            found = np.flatnonzero(_histogram(values)).tolist() if values.dtype == np.uint8 else np.unique(values).tolist()
+            if sort == "colours" and len(found) > max(12, 2*len(np.unique(_areas(values)))):
+                raise ValueError(f"it has {len(found)} colours, most of which make up no area, so its edges were smoothed: save it without smoothing, or as an indexed PNG")
         except Exception as e: self.broken[path] = _why(path, e)
         else:
             self.sort[path] = sort
             if sort == "numbers": self.numbers |= set(found)
             elif sort == "colours": self.shades |= set(found)
-            else: self.seen[sort] += np.bincount(values.ravel(), minlength=256); self.area[sort] += _areas(values)
+            else: self.seen[sort] += _histogram(values); self.area[sort] += _histogram(_areas(values))
             if palette is not None: self.colours = {**{i: tuple(palette[i].tolist()) for i in found if i and i < len(palette)}, **self.colours}
 
 # %% ../nbs/31_examples.ipynb #f2efd1a7
@@ -429,6 +433,7 @@ def __call__(self: MaskReader,
 ):
     "Its labels (h, w) int32. Raises `InputError` with the reason if it cannot be read"
     try:
+        if path in self.broken: raise ValueError(self.broken[path])
         values, sort, _ = _read_mask(path)
         if self.reason(sort): raise ValueError(self.reason(sort))
         if sort in self.sorts and self.sorts[sort] == "drawing": return (values > 127).astype(np.int32)
@@ -680,7 +685,7 @@ def _open_scans(path, images, labels, window, all_slices):
         except InputError as e: problems.append(_blame(e, scan, truths[name]))
         else: items, found, problems = items + more, found | classes, problems + odd
     problems += [(p, f"has no image in {images.name}/, left out") for n, p in truths.items() if n not in used]
-    flare = max(found, default=0) <= 13 and any("FLARE" in p.name.upper() for p in (path.resolve(), path.resolve().parent, *truths.values()))
+    flare = max(found, default=0) <= 13 and any("FLARE" in p.name.upper() for p in (path.resolve(), *truths.values()))
     classes, colours, odd = _named(found, (path, labels), FLARE22_CLASSES if flare else None)
     return Examples(path, "slices", items, classes, colours, _sum_up(problems + odd))
 
@@ -964,7 +969,7 @@ class Query:
         "The frames that can be read, one after the other"
         return (frame for _, frame in self.items())
 
-class ImageQuery(Query):
+class PictureQuery(Query):
     "One picture (kind 'image') or a folder of them (kind 'images')"
     def __init__(self, path, files, kind="images"):
         super().__init__(path, Path(path).stem if kind == "image" else Path(path).resolve().name, [p.stem for p in files])
@@ -1028,7 +1033,7 @@ def _query_folder(path, window, kind):
     "A folder as one query"
     found = _contents(path)
     if found.get("pictures") and kind == "video": return VideoQuery(open_source(path).videos[0])
-    if found.get("pictures"): return ImageQuery(path, found["pictures"])
+    if found.get("pictures"): return PictureQuery(path, found["pictures"])
     if found.get("series"): return VolumeQuery(open_volume(path, window))
     several = found.get("scans") or found.get("videos") or [p for p in _visible(path) if p.is_dir()]
     if len(several) == 1: return open_query(several[0], window, kind=kind)
@@ -1052,7 +1057,7 @@ def open_query(
 def _query_file(path, window):
     "A file as a query"
     suffix = path.suffix.lower()
-    if suffix in IMAGE_SUFFIXES: return ImageQuery(path, [path], "image")
+    if suffix in IMAGE_SUFFIXES: return PictureQuery(path, [path], "image")
     if suffix in VIDEO_SUFFIXES: return VideoQuery(open_source(path).videos[0])
     if is_nifti(path.name) or is_dicom(path): return VolumeQuery(open_volume(path, window))
     raise InputError(f"{path} is no picture, scan (.nii.gz) or video that we know")

@@ -17,7 +17,7 @@ from .pretraining import load_run, read_ahead
 from .metrics import cosine, unit
 
 # %% auto #0
-__all__ = ['PIXELS', 'Index', 'embed', 'embed_pixels']
+__all__ = ['PIXELS', 'Index', 'encoder_halves', 'embed', 'embed_pixels']
 
 # %% ../nbs/11_index.ipynb #9ce51fc9
 _TEXT = ["source", "video", "identity"]
@@ -278,14 +278,14 @@ def _threads(source, workers):
     "Reading threads: one for video files, which are decoded in order; else up to four"
     return workers or (1 if source.kind == "video" else min(4, os.cpu_count() or 1))
 
-def _through(model, config, device):
+def encoder_halves(model, config, device):
     "The two halves of the encoder, as `_collect` wants them"
     cast = lambda: torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     def frames_to_tokens(images):
         clip = normalise(torch.from_numpy(images).to(device).permute(0, 3, 1, 2), config.mean, config.std)
         with cast(): return model.frames(clip[None])[0].float()
     def tokens_to_vectors(x):
-        with cast(): h = model.encoder(torch.cat([model.cls_token.expand(len(x), -1, -1), x], 1))[:, 0]
+        with cast(): h = model.aggregate(x)
         return F.normalize(h.float(), dim=-1).cpu().numpy()
     return frames_to_tokens, tokens_to_vectors
 
@@ -314,7 +314,7 @@ def embed(
     model = run.encoder().to(device).eval()
     meta = dict(run=str(Path(run.path).absolute()) if getattr(run, "path", None) else None, config=dataclasses.asdict(cfg), boxes=boxes)
     return _index_of(source, table, BoxCrop(crop_scale) if boxes else FullFrame(), meta, size=cfg.size, mask_polyp=mask_polyp,
-                     batch_frames=batch_frames, workers=_threads(source, workers), **dict(zip(("frames_to_tokens", "tokens_to_vectors"), _through(model, cfg, device))))
+                     batch_frames=batch_frames, workers=_threads(source, workers), **dict(zip(("frames_to_tokens", "tokens_to_vectors"), encoder_halves(model, cfg, device))))
 
 # %% ../nbs/11_index.ipynb #354782c2
 def _mean_colour(images): return torch.from_numpy(images).float().mean((1, 2))

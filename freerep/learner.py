@@ -374,7 +374,8 @@ class ProgressCB(Callback):
     def __init__(self, every=20.): self.every = every
     def before_fit(self):
         self.shown, self.losses = time.monotonic(), []
-        self.bar = iter(progress(range(self.learn.step, self.learn.total), label="training") if self.learn.rank == 0 else ())
+        label = f"training after step {self.learn.step}" if self.learn.step else "training"
+        self.bar = iter(progress(range(self.learn.step, self.learn.total), label=label) if self.learn.rank == 0 else ())
         next(self.bar, None)
     def after_batch(self):
         self.losses.append(self.learn.loss)

@@ -12,11 +12,11 @@ import numpy as np, pandas as pd, torch
 from fastcore.basics import patch
 from fastcore.xml import ft
 from .core import *
-from .index import Index, _through
+from .index import Index, encoder_halves
 from .pretraining import load_run
 from .report import draw_boxes, html_note, html_page, html_picture, html_section, read_strip, strip, time_stamp, write_page
 from .sources import VIDEO_SUFFIXES, open_source, read_image
-from .tracklets import _stride, tracklet_frames
+from .tracklets import sampling_stride, tracklet_frames
 from .views import BoxCrop, FullFrame
 
 # %% auto #0
@@ -174,7 +174,7 @@ class Searcher:
     @cached_property
     def _steps(self):
         device = torch.device(default_device())
-        return _through(self.run.encoder().to(device).eval(), self.run.config, device)
+        return encoder_halves(self.run.encoder().to(device).eval(), self.run.config, device)
 
 # %% ../nbs/14_search.ipynb #83bc5e29
 @patch
@@ -222,7 +222,7 @@ def shot(self: SpanQuery, searcher, box=None):
     "The frames of the span as one tracklet. Raises `InputError` if there is no such video or time, or none of its frames can be read"
     (source, name), video = searcher.videos.find(self.video)
     cfg = searcher.run.config
-    row = span_row(self, video, source=source, length=cfg.length, stride=_stride(video, cfg.stride))
+    row = span_row(self, video, source=source, length=cfg.length, stride=sampling_stride(video, cfg.stride))
     frames = np.intersect1d(tracklet_frames(row), video.frames)
     images = video.read(frames, box=_crops(name, video.size, len(frames), box), size=cfg.size)
     if not len(images): raise InputError(f"query {self}: none of its frames can be read ({next(iter(video.broken.values()))})")

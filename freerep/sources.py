@@ -735,7 +735,7 @@ def open_source(
     split=None,  # take only the videos of this split
 ):
     "What lies at `path` as a `Source`; no image is read. Raises `InputError` if it is nothing that we know, or a mixture"
-    path = Path(path)
+    path = Path(path).expanduser().absolute()
     if path.is_dir():
         try: source = _open_folder(path)
         except OSError as e: raise InputError(f"{e.filename or path} cannot be opened: {e.strerror or e}") from None

@@ -9,13 +9,13 @@ from .core import InputError, note
 from .sources import _count, check_source
 
 # %% auto #0
-__all__ = ['COLUMNS', 'frame_runs', 'make_tracklets', 'tracklet_frames', 'box_iou', 'boxes_of', 'annotated_tracklets', 'info',
-           'info_text']
+__all__ = ['COLUMNS', 'sampling_stride', 'frame_runs', 'make_tracklets', 'tracklet_frames', 'box_iou', 'boxes_of',
+           'annotated_tracklets', 'info', 'info_text']
 
 # %% ../nbs/03_tracklets.ipynb #f61f9682
 COLUMNS = ["row", "source", "video", "start_frame", "end_frame", "stride", "fps", "start_s", "end_s", "identity", "x0", "y0", "x1", "y1"]
 
-def _stride(video, stride):
+def sampling_stride(video, stride):
     "The stride for a video in frame numbers: given, or about 7 frames a second; a multiple of the step between its frames"
     if stride is not None and (stride != int(stride) or stride < 1): raise InputError(f"stride={stride}: expected a whole number of frames, 1 or more")
     return max(1, int((stride or max(1, int(video.fps/7 + .5)))/video.step + .5))*video.step
@@ -36,7 +36,7 @@ def _rows(source, video, start, end, stride, last, identity="", box=np.nan):
 
 def _raw_rows(source, video, length, stride):
     "The training tracklets of one video"
-    s, (first, last) = _stride(video, stride), frame_runs(video)
+    s, (first, last) = sampling_stride(video, stride), frame_runs(video)
     n = ((last - first)//s + 1)//length
     within = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
     start = np.repeat(first, n) + within*length*s
@@ -90,7 +90,7 @@ def _linked(video, iou, gap):
 
 def _annotated_rows(source, video, stride, min_frames, iou, gap):
     "The tracklets of annotated polyps in one video"
-    s, (table, chain) = _stride(video, stride), _linked(video, iou, gap)
+    s, (table, chain) = sampling_stride(video, stride), _linked(video, iou, gap)
     least = min_frames if min_frames is not None else int(7.5*s + .5)
     found = table.groupby(chain).agg(first=("frame", "min"), last=("frame", "max"), n=("frame", "size"), who=("identity", "first"))
     found = found[found.n*video.step >= least].sort_values(["first", "who"])

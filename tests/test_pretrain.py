@@ -311,7 +311,7 @@ pretrain({frames!r}, PretrainConfig(**{cfg!r}), out={out!r}, resume=True)
 
 def test_sigkill_at_random_moments(frames, tmp_path):
     "Killed from outside at random moments, before the first step and later, resumed each time: the end is that of a quiet run"
-    here, r, cfg = Path(__file__).resolve().parent, random.Random(1), dict(epochs=12, save_minutes=0, workers=1)
+    here, r, cfg = Path(__file__).resolve().parent, random.Random(1), dict(epochs=20, save_minutes=0, workers=1)
     (tmp_path/"run.py").write_text(SCRIPT.format(repo=str(here.parent), frames=str(frames), cfg={**CFG, **cfg}, out=str(tmp_path/"b")))
     def real(): return subprocess.Popen([sys.executable, tmp_path/"run.py"], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     def forked(): return Forked(lambda: pretrain(frames, config(**cfg), out=tmp_path/"b", resume=True))
@@ -321,10 +321,14 @@ def test_sigkill_at_random_moments(frames, tmp_path):
     same_run(tmp_path/"a", tmp_path/"b")
 
 
+@pytest.fixture(scope="module")
+def begun_once(frames, tmp_path_factory):
+    out = tmp_path_factory.mktemp("begun")/"run"
+    with pytest.raises(KeyboardInterrupt): pretrain(frames, config(), out=out, cbs=[StopAt(2)])
+    return out
+
 @pytest.fixture
-def begun(frames, tmp_path):
-    with pytest.raises(KeyboardInterrupt): pretrain(frames, config(), out=tmp_path/"run", cbs=[StopAt(2)])
-    return tmp_path/"run"
+def begun(begun_once, tmp_path): return shutil.copytree(begun_once, tmp_path/"run")
 
 @pytest.mark.parametrize("key,value", [("lr", 2e-3), ("seed", 1), ("epochs", 4), ("size", 24), ("kappa", 3), ("bags", 5), ("tmax", 9.), ("scale", (.2, 1.)), ("loss", "supcon"), ("d", 32), ("dropout", .2), ("stride", 2)])
 def test_resume_with_other_settings_is_refused(frames, begun, key, value):

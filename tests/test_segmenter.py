@@ -514,17 +514,17 @@ def test_memories_may_come_from_the_cpu(device):
 
 # ---------------------------------------------------------------- tracking
 
-@pytest.mark.parametrize("seed, n, keys", [(0, 9, (2, 6)), (1, 24, (0, 20)), (2, 20, (19,))])
-def test_track_equals_propagation(tmp_path, seed, n, keys):
-    "In both directions, frame for frame, with no more than `reach` frames kept"
-    segmenter = shaken(seed=seed, present=2., scale=1.5)  # rounding to bfloat16 would grow from frame to frame with larger ones
+@pytest.mark.parametrize("seed, n, keys, o, scale", [(0, 9, (2, 6), 2, 1.), (1, 24, (0, 20), 1, 3.), (2, 20, (19,), 1, 3.), (3, 20, (0,), 2, 1.)])
+def test_track_equals_propagation(tmp_path, seed, n, keys, o, scale):
+    "In both directions, frame for frame, with no more than `reach` frames kept (a batch rounds differently, and that grows from frame to frame)"
+    segmenter = shaken(seed=seed, present=2., scale=scale)
     predictor = plain_predictor(segmenter)
     for t, im in enumerate(pictures(seed, n)): Image.fromarray(im).save(tmp_path/f"{t}.jpg")
     images = [np.asarray(Image.open(tmp_path/f"{t}.jpg").convert("RGB"))[None] for t in range(n)]
-    masks = discs(seed, n, 2)
+    masks = discs(seed, n, o)
     state = predictor.init_state(str(tmp_path))
     for t in keys:
-        for o in range(2): predictor.add_new_mask(state, t, o, torch.tensor(masks[t, o]))
+        for c in range(o): predictor.add_new_mask(state, t, c, torch.tensor(masks[t, c]))
     for _ in predictor.propagate_in_video(state): pass
     for _ in predictor.propagate_in_video(state, start_frame_idx=max(keys), reverse=True): pass
     looks = [segmenter.encode(im) for im in images]
@@ -537,7 +537,7 @@ def test_track_equals_propagation(tmp_path, seed, n, keys):
             recent = {f: m for f, m in recent.items() if abs(f - t) < segmenter.reach}
     assert segmenter.encodings == n and sorted([*found, *keys]) == list(range(n))
     for t, p in found.items():
-        official = [state["output_dict_per_obj"][o]["non_cond_frame_outputs"][t] for o in range(2)]
+        official = [state["output_dict_per_obj"][c]["non_cond_frame_outputs"][t] for c in range(o)]
         assert (p.logits - torch.cat([x["pred_masks"][0] for x in official])).abs().max() < 1e-3, t
         if t in recent:
             assert torch.allclose(recent[t].pointer, torch.cat([x["obj_ptr"] for x in official]), atol=1e-3)
@@ -619,13 +619,15 @@ def test_nano_starts_with_an_eye_for_its_context():
         if hasattr(part, "reset_parameters"): part.reset_parameters()
     assert effect(segmenter) > 2*effect(without)
     x, m = episodes(1, b=1, o=2)
-    m[0, :, 1] = m[0, :, 0, ::-1]
+    m[0, :, 0], m[0, :, 1] = np.arange(64)[:, None] < 32, np.arange(64)[:, None] >= 32
     optimiser = torch.optim.AdamW(segmenter.model.parameters(), lr=1e-3)
     segmenter.model.train()
-    for _ in range(60):
+    for _ in range(50):
         loss = step_loss(episode_logits(segmenter, x, m[:, :-1]), m[:, -1])
         optimiser.zero_grad(); loss.backward(); optimiser.step()
-    assert step_loss(episode_logits(segmenter, x, m[:, :-1, ::-1].copy()), m[:, -1]) > 1.5*step_loss(episode_logits(segmenter, x, m[:, :-1]), m[:, -1])
+    segmenter.model.eval()
+    right, wrong = (step_loss(episode_logits(segmenter, x, np.roll(m[:, :-1], r, 2)), m[:, -1]) for r in (0, 1))
+    assert right < .3 and wrong > 3*right
 
 
 def test_frozen_parts_get_no_gradient():
