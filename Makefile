@@ -27,12 +27,15 @@ test: .venv/installed-dev
 
 # after editing a notebook: export it, clean it, rebuild the README
 notebooks: .venv/installed-dev
-	$(BIN)/nbdev_export
-	$(BIN)/nbdev_clean
+	PATH="$(CURDIR)/$(BIN):$$PATH" nbdev_export
+	PATH="$(CURDIR)/$(BIN):$$PATH" nbdev_clean
 	$(MAKE) readme
 
-readme: .venv/installed-dev
-	$(BIN)/jupyter nbconvert --log-level ERROR --to markdown --output-dir . --output README nbs/index.ipynb
+# README.md is nbs/index.ipynb; its links to notebooks start one folder higher
+readme:
+	$(BIN)/jupyter nbconvert --log-level ERROR --to markdown --output-dir . --output README nbs/index.ipynb \
+	  --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_input_tags=remove_input
+	$(BIN)/python -c 'import pathlib, re; p = pathlib.Path("README.md"); p.write_text(re.sub(r"\]\(([\w/]+\.ipynb)\)", r"](nbs/\1)", p.read_text()))'
 
 clean:
 	rm -rf .venv demo _docs _proc
