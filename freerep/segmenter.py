@@ -174,11 +174,19 @@ class Segmenter:
         return self._model
 
     @property
-    def device(self): return self.model.device
+    def device(self):
+        "Where the weights are"
+        return self.model.device
+
     @property
-    def image_size(self): return self.model.image_size
+    def image_size(self):
+        "Side of the square that the model sees, in pixels"
+        return self.model.image_size
+
     @property
-    def reach(self): return self.model.max_obj_ptrs_in_encoder - 1
+    def reach(self):
+        "How many frames back a frame of a video looks, besides its keyframes"
+        return self.model.max_obj_ptrs_in_encoder - 1
 
     def close(self):
         "Let go of the weights and hand cached memory back to the device"

@@ -739,12 +739,13 @@ def write_procedures(
     size: int=160,           # width of a frame in pixels, about: cohorts differ
     seed: int=0,             # the same seed gives the same files
     workers: int|None=None,  # processes (default: one per core)
+    force: bool=False,       # replace `out` if it exists
 ):
     """Write synthetic procedures in the layout of the REAL-Colon data set, with masks.
-    Raises `InputError` if `out` holds something or a number is out of range"""
+    Raises `InputError` if `out` holds something (unless `force`) or a number is out of range"""
     workers = (os.cpu_count() or 1) if workers is None else workers
     for least, values in ((1, dict(procedures=procedures, workers=workers)), (40, dict(frames=frames)), (64, dict(size=size)), (0, dict(seed=seed))): _check_whole(least, **values)
-    with new_folder(out) as tmp, _parallel(min(workers, procedures)) as run:
+    with new_folder(out, force) as tmp, _parallel(min(workers, procedures)) as run:
         jobs = [(tmp, i, frames, size, seed) for i in range(procedures)]
         infos, lesions = zip(*progress(run(_write_numbered, jobs), total=procedures, label="procedures"))
         write_csv(pd.DataFrame(infos).sort_values("unique_video_name"), tmp/"video_info.csv")
