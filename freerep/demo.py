@@ -37,8 +37,8 @@ def demo_config(
     seed: int,        # of weights, bags and crops
     **changes,        # other settings
 ):
-    "How the demo trains: the preset `tiny`, every frame of the synthetic videos"
-    return PretrainConfig(preset="tiny", steps=size.steps, seed=seed, **changes)
+    "How the demo trains: the preset `tiny` with a curriculum that starts later, since there are only a few hundred steps"
+    return PretrainConfig(preset="tiny", steps=size.steps, tmin=3., seed=seed, **changes)
 
 # %% ../nbs/41_demo.ipynb #1c7611d4
 @dataclass(frozen=True)

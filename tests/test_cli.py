@@ -51,7 +51,7 @@ def test_the_whole_way(procedures, run, tmp_path, capsys):
     assert cli.main(["search", str(tmp_path/"index"), "--query", "0", "1", "--top", "2", "--out", str(tmp_path/"hits")]) == 0
     hits = pd.read_csv(tmp_path/"hits/hits.csv")
     assert list(hits)[:6] == ["rank", "row", "score", "video", "start_s", "end_s"] and len(hits) == 2 and not set(hits.row) & {0, 1}
-    assert "http" not in (tmp_path/"hits/report.html").read_text()
+    assert "://" not in (tmp_path/"hits/report.html").read_text()
     capsys.readouterr()
     assert cli.main(["evaluate", str(tmp_path/"index")]) == 0
     of_index = json.loads(capsys.readouterr().out)
