@@ -12,7 +12,8 @@ export OMP_WAIT_POLICY := passive
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/pip install --quiet --editable ".[dev,lite]"
+	$(BIN)/pip install --quiet setuptools wheel
+	SAM2_BUILD_CUDA=0 $(BIN)/pip install --quiet --no-build-isolation --editable ".[dev,lite,segment]"
 	touch $@
 
 # the method at work on synthetic procedures, offline

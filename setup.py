@@ -7,7 +7,7 @@ here = Path(__file__).parent
 ini = ConfigParser(delimiters=["="], interpolation=None)
 ini.read(here/"settings.ini", encoding="utf-8")
 cfg = ini["DEFAULT"]
-extras = {name: cfg[f"{name}_requirements"].split() for name in ("dev", "lite")}
+extras = {name: cfg[f"{name}_requirements"].split() for name in ("dev", "lite", "segment", "foundation")}
 
 setup(
     name=cfg["lib_name"], version=cfg["version"], description=cfg["description"], keywords=cfg["keywords"],
