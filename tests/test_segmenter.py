@@ -477,7 +477,7 @@ def test_order_of_the_context_matters_through_the_pointers_only():
     assert torch.allclose(c, d, atol=1e-3) and (a - b).abs().max() > 10*(c - d).abs().max()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 10**6))
 def test_use_leaves_images_out_of_a_class(k, o, seed):
     "The same as handing over only those memories, class by class; none at all gives nothing"
