@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['commands', 'command', 'command_parser', 'demo', 'synth', 'info', 'train', 'embed', 'search', 'evaluate', 'bank',
-           'segment', 'segeval', 'retriever', 'finetune', 'main']
+           'segment', 'segeval', 'retriever', 'finetune', 'study', 'main']
 
 # %% ../nbs/50_cli.ipynb #e6c744cc
 import argparse, inspect, sys, typing
@@ -240,6 +240,7 @@ def finetune(
     examples: str,           # images with masks, or scans with labels
     retriever: str = None,   # a run that finds similar images; without it the context is random
     out: str = "",           # folder of the run; its last.safetensors is a checkpoint for `freerep bank`
+    checkpoint: str = None,  # weights to begin with: a file, or official (default: those of the preset)
     preset: str = "paper",   # paper or nano
     set: list[str] = None,   # changes of the preset, as key=value
     resume: bool = False,    # go on where the run in OUT stopped
@@ -250,8 +251,28 @@ def finetune(
     from freerep.finetuning import FinetuneConfig, finetune as train
     from freerep.time_contrast import load_retriever
     found = load_retriever(retriever) if retriever else None
-    train(examples, override(FinetuneConfig(preset=preset), set or []), retriever=found, out=out, resume=resume, force=force)
+    begin = {"checkpoint": checkpoint} if checkpoint else {}
+    train(examples, override(override(FinetuneConfig(preset=preset), begin), set or []), retriever=found, out=out, resume=resume, force=force)
     print(f"{out}: trained, the segmenter is {out}/last.safetensors")
+
+# %% ../nbs/50_cli.ipynb #b39562c9
+@command
+def study(
+    name: str,               # icl: the tables of in-context segmentation
+    source: str = "",        # labelled scans, FLARE22 for instance
+    out: str = "",           # folder for results.csv, table.txt and figure.png; what is there is not run again
+    checkpoint: str = None,  # weights of the segmenter: a file, or official; without it they are random
+    sam2: str = "base_plus", # nano, tiny, small, base_plus or large
+    retriever: str = None,   # as for `freerep bank`; without it a small one is trained
+    finetuned: str = None,   # a run of `freerep finetune`
+    image_size: int = None,  # side of the square that the segmenter sees
+    seed: int = 0,           # of the split and the random choices
+):
+    "Tables of a paper, run here and printed beside its numbers"
+    from freerep.core import InputError
+    from freerep.studies import study_icl, study_text
+    if name != "icl": raise InputError(f"{name!r} is not a study: expected icl")
+    print(study_text(study_icl(source, out, checkpoint=checkpoint, sam2=sam2, retriever=retriever, finetuned=finetuned, image_size=image_size, seed=seed)))
 
 # %% ../nbs/50_cli.ipynb #8d38658c
 def _usage():
