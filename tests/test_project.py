@@ -86,7 +86,7 @@ def test_star_import_gives_every_public_name():
 def test_documentation_is_processed(copy):
     "nbdev's processing step works on every notebook (the site itself needs Quarto)"
     code = ("from nbdev.quarto import refresh_quarto_yml, nbdev_sidebar; from nbdev.serve import proc_nbs; refresh_quarto_yml(); "
-            "nbdev_sidebar.__wrapped__(); print(proc_nbs.__wrapped__(n_workers=0))")
+            "nbdev_sidebar.__wrapped__(); print(proc_nbs(n_workers=0))")
     out = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, check=True).stdout.split()[-1]
     assert (Path(out)/"_quarto.yml").read_text() == (root/"_quarto.yml").read_text()
     assert {p.stem for p in Path(out).rglob("*.ipynb")} >= {p.stem for p in notebooks}
