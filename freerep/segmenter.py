@@ -30,7 +30,7 @@ def _sam2():
     if clean:
         GlobalHydra.instance().clear()
         VersionBase.instance().version_base = base
-        sys.modules.pop("sam2")
+        sys.modules.pop("sam2", None)
     return types.SimpleNamespace(**classes)
 
 def _sam2_classes():

@@ -647,3 +647,10 @@ def test_inference_leaves_no_graph():
     segmenter = load_segmenter("nano", device="cpu")
     p, memories = ours(segmenter, [x[None] for x in pictures(0, 2)], discs(0, 1, 2))
     assert not any(x.requires_grad for x in (p.logits, p.iou, memories[0].maskmem, memories[0].pointer))
+
+
+def test_the_package_can_be_imported_twice():
+    "A notebook that defines the import anew finds sam2's parts already loaded, but not sam2 itself"
+    code = ("import sys, freerep.segmenter as s; s._sam2(); assert 'sam2' not in sys.modules; s._sam2.cache_clear(); s._sam2(); "
+            "s.load_segmenter('nano', device='cpu')")
+    subprocess.run([sys.executable, "-c", code], check=True)
