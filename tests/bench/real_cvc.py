@@ -27,7 +27,7 @@ class Frozen(torch.nn.Module):
         super().__init__()
         self.backbone, self.cls_token = backbone, torch.nn.Parameter(torch.zeros(1, 1, 1280))
     def frames(self, clips): return self.backbone(clips.flatten(0, 1)).unflatten(0, clips.shape[:2])
-    def encoder(self, x): return x[:, 1:].mean(1, keepdim=True)
+    def aggregate(self, tokens, mask=None): return tokens.mean(1)
 
 
 def encoders(source, runs, folder):
