@@ -5,7 +5,8 @@ from importlib import import_module as _import
 # `from freerep import *` gives the names of these modules, and none is imported before one of its names is used
 _modules = ("core", "synth", "sources", "tracklets", "views", "bags", "encoder", "losses", "learner", "pretraining",
             "metrics", "index", "evaluation", "report", "search", "phantom", "examples", "time_contrast", "context",
-            "segmenter", "bank", "finetuning", "segmentation_metrics", "explore", "demo")
+            "segmenter", "bank", "image_segmentation", "video_segmentation", "finetuning", "segmentation_metrics", "explore", "phantom_demo",
+            "demo", "studies")
 
 def __getattr__(name):
     if name == "__all__": return [n for m in _modules for n in _import(f"freerep.{m}").__all__]

@@ -192,8 +192,8 @@ def segment(
     from freerep.bank import open_bank
     from freerep.core import check_free
     from freerep.examples import open_queries
-    from freerep.segment_image import segment_query
-    from freerep.segment_video import segment_video
+    from freerep.image_segmentation import segment_query
+    from freerep.video_segmentation import segment_video
     check_free(out, force)
     queries, opened = open_queries(query), open_bank(bank)
     for q in queries:

@@ -13,8 +13,8 @@ from .bank import ExampleBank
 from .core import *
 from .examples import Examples, VolumeQuery, open_examples
 from .finetuning import load_finetuned
-from .segment_image import label_map, segment_image
-from .segment_video import segment_video
+from .image_segmentation import label_map, segment_image
+from .video_segmentation import segment_video
 from .segmentation_metrics import overlaps, score_overlaps
 from .segmenter import load_segmenter
 from .time_contrast import RetrieverConfig, load_retriever, train_retriever

@@ -14,7 +14,7 @@ from PIL import Image
 
 from freerep.core import InputError
 from freerep.examples import ArrayQuery, Query, array_examples, open_query
-from freerep.segment_video import _follow, _keyframe, choose_keyframes, choose_start, frame_similarity, keep_confident, memory_plan, segment_video, walk
+from freerep.video_segmentation import _follow, _keyframe, choose_keyframes, choose_start, frame_similarity, keep_confident, memory_plan, segment_video, walk
 from freerep.segmenter import Features, Memory, Prediction, load_segmenter
 from helpers import write_video
 

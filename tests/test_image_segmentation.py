@@ -16,7 +16,7 @@ from PIL import Image
 from freerep.bank import ExampleBank, make_bank
 from freerep.core import InputError
 from freerep.examples import ArrayQuery, array_examples, open_examples, open_query, save_mask
-from freerep.segment_image import confidence_of, label_map, segment_image, segment_query
+from freerep.image_segmentation import confidence_of, label_map, segment_image, segment_query
 from freerep.segmenter import Features, Memory, Prediction, load_segmenter, plain_predictor
 
 pytestmark = pytest.mark.skipif(find_spec("sam2") is None, reason="the package sam2 is not installed")

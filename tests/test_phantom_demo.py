@@ -8,8 +8,8 @@ from PIL import Image
 from freerep.bank import ExampleBank, open_bank
 from freerep.core import InputError
 from freerep.examples import array_examples, open_examples
-from freerep.segment_image import segment_image
-from freerep.segmentation_demo import (QUICK_SEGMENTATION, SEGMENTATION_PARTS, SegmentationSize, choose_contexts, copied, demo_answers, from_bank, mistaken, rank_correlation,
+from freerep.image_segmentation import segment_image
+from freerep.phantom_demo import (QUICK_SEGMENTATION, SEGMENTATION_PARTS, SegmentationSize, choose_contexts, copied, demo_answers, from_bank, mistaken, rank_correlation,
                                        score_answers, segmentation_demo, segmentation_section, segmentation_table, spread, summarise)
 from freerep.segmenter import load_segmenter
 
