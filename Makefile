@@ -8,15 +8,15 @@ export OMP_WAIT_POLICY := passive
 .venv/installed: settings.ini setup.py
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12) and "freerep needs Python 3.10 to 3.12; name one with: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet setuptools wheel --editable .
+	SAM2_BUILD_CUDA=0 $(BIN)/pip install --quiet --no-build-isolation --editable ".[segment]"
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/pip install --quiet setuptools wheel
-	SAM2_BUILD_CUDA=0 $(BIN)/pip install --quiet --no-build-isolation --editable ".[dev,lite,segment]"
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev,lite,segment]"
 	touch $@
 
-# the method at work on synthetic procedures, offline
+# both papers at work on data made by code, offline
 demo: .venv/installed
 	$(BIN)/freerep demo --out demo --force
 

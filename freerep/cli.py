@@ -44,13 +44,13 @@ def command_parser(
 # %% ../nbs/50_cli.ipynb #d84698d7
 @command
 def demo(
-    out: str = "",         # folder for metrics.json, report.html, run/ and index/
-    seed: int = 0,         # seed of the procedures, the weights and the order
+    out: str = "",         # folder for metrics.json, report.html, run/, index/ and the rest
+    seed: int = 0,         # seed of the data, the weights and the order
     quick: bool = False,   # a smaller one, for a first look
-    only: str = "retrieval",  # parts to run
+    only: str = "retrieval,segmentation",  # parts to run
     force: bool = False,   # replace OUT if it exists
 ):
-    "The whole method on synthetic procedures, offline: make, train, evaluate on held-out procedures, report"
+    "Both papers on data made by code, offline: make, train, evaluate on held-out procedures and scans, report"
     from freerep.demo import run_demo
     print(run_demo(out, seed=seed, quick=quick, only=only, force=force))
 

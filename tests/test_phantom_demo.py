@@ -165,8 +165,8 @@ def test_demo_leaves_a_bank(demo):
 def test_table_and_section(demo):
     out, metrics = demo
     table = segmentation_table(metrics)
-    assert len(table) == len(ROWS) and list(table.columns)[1:] == list(metrics["segmentation"]["per_class"])
-    assert table.Dice.tolist() == [round(100*metrics["segmentation"][r]["dice"], 1) for r in ROWS]
+    assert len(table) == len(ROWS) and list(table.columns) == ["per slice", "per scan", *metrics["segmentation"]["per_class"]]
+    for column, key in (("per slice", "dice"), ("per scan", "dice_scan")): assert table[column].tolist() == [round(100*metrics["segmentation"][r][key], 1) for r in ROWS]
     page = "".join(map(to_xml, segmentation_section(metrics, out, shown=2)))
     assert page.count("<img") == 3 and "://" not in page
     assert all(n in page for n in metrics["segmentation"]["per_class"])
@@ -181,10 +181,25 @@ def test_demo_keeps_what_is_there(demo, tmp_path):
 
 
 def test_summary_of_a_class_that_never_shows():
-    t = pd.DataFrame(dict(query=["a", "a", "b"], dice=[.2, .4, .9])).assign(**{"class": [1, 2, 1]})
+    t = pd.DataFrame(dict(scan=["s", "s", "t"], query=["a", "a", "b"], dice=[.2, .4, .9], both=[1, 2, 9], pred=[5, 5, 10], truth=[5, 5, 10])).assign(**{"class": [1, 2, 1]})
     found = summarise({"after": t}, {1: "x", 2: "y", 3: "z"})
-    assert found["after"]["dice"] == pytest.approx(.5)
+    assert found["after"] == {"dice": pytest.approx(.5), "dice_scan": pytest.approx(.5)}
     assert found["per_class"] == {"x": {"after": pytest.approx(.55)}, "y": {"after": pytest.approx(.4)}, "z": {"after": None}}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_dice_per_scan_is_that_of_the_whole_scan(seed):
+    "Slices of a scan put together and scored as one picture"
+    r = np.random.default_rng(seed)
+    scans = {f"scan {v}": [(f"{v}/{s}", r.integers(0, 4, (6, 6)), r.integers(0, 4, (6, 6))*(r.random() < .7)) for s in range(3)] for v in range(3)}
+    rows = [dict(scan=scan, query=name, **{"class": c}, both=((p == c) & (t == c)).sum(), pred=(p == c).sum(), truth=(t == c).sum()) for scan, slices in scans.items()
+            for name, p, t in slices for c in (1, 2, 3) if ((p == c) | (t == c)).any()]
+    table = pd.DataFrame(rows).assign(dice=lambda d: 2*d.both/(d.pred + d.truth))
+    whole = []
+    for slices in scans.values():
+        p, t = (np.concatenate([s[i] for s in slices]) for i in (1, 2))
+        whole += [2*((p == c) & (t == c)).sum()/((p == c).sum() + (t == c).sum()) for c in (1, 2, 3) if ((p == c) | (t == c)).any()]
+    assert summarise({"row": table}, {1: "x", 2: "y", 3: "z"})["row"]["dice_scan"] == pytest.approx(np.mean(whole))
 
 
 def test_quick_is_smaller():
