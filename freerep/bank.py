@@ -326,16 +326,18 @@ def make_bank(
     sam2="tiny",           # nano, tiny, small, base_plus or large
     checkpoint=None,       # weights of the segmenter: a file, or 'official'
     image_size=None,       # side of the square that the segmenter sees
+    window=None,           # (level, width) of scans (default: as for `open_examples`)
     max_bytes=None,        # of memories kept (default: 16 GiB)
     force=False,           # replace `out` if it exists?
 ) -> ExampleBank:
     "Make a bank on disk: config.json, examples.json, vectors.npy, memories/. Raises `InputError` if `out` exists or something does not fit"
     check_free(out, force)
     segmenter = load_segmenter(sam2, checkpoint, image_size=image_size)
+    opened = examples if isinstance(examples, Examples) else open_examples(examples, window)
     config = dict(examples=_place(examples), retriever=_place(retriever), sam2=sam2, checkpoint=_place(checkpoint), image_size=segmenter.image_size,
-                  max_bytes=max_bytes, segmenter=segmenter.fingerprint, versions=versions())
+                  window=window, max_bytes=max_bytes, segmenter=segmenter.fingerprint, versions=versions())
     with new_folder(out, force) as tmp:
-        bank = ExampleBank(examples, retriever=retriever, segmenter=segmenter, folder=tmp, max_bytes=max_bytes)
+        bank = ExampleBank(opened, retriever=retriever, segmenter=segmenter, folder=tmp, max_bytes=max_bytes)
         write_json(config, tmp/"config.json")
     bank.folder = Path(out).absolute()
     bank.shelf.folder = bank.folder/"memories"
@@ -362,7 +364,8 @@ def open_bank(
     "A bank from disk; its examples are read again from where they are. Raises `InputError` if they moved; what changed is told in a note"
     config = _config(folder)
     segmenter = load_segmenter(config["sam2"], config.get("checkpoint"), device=device, image_size=config.get("image_size"))
-    bank = ExampleBank(config["examples"], retriever=config["retriever"], segmenter=segmenter, folder=folder, max_bytes=config.get("max_bytes"))
+    examples = open_examples(config["examples"], config.get("window"))
+    bank = ExampleBank(examples, retriever=config["retriever"], segmenter=segmenter, folder=folder, max_bytes=config.get("max_bytes"))
     changed = "; ".join(f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" for what, names in bank.changes.items())
     if changed: note(f"{folder}: since the bank was last opened, of its examples are {changed}; nothing old is used for them")
     if segmenter.fingerprint != config.get("segmenter"): note(f"{folder}: the segmenter's weights changed since the bank was made; their memories are made anew")

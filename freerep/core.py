@@ -4,7 +4,7 @@
 
 # %% ../nbs/00_core.ipynb #9046f668
 from __future__ import annotations
-import contextlib, dataclasses, json, os, platform, re, shutil, sys, tempfile, time, types, typing, zlib
+import contextlib, dataclasses, json, numbers, os, platform, re, shutil, sys, tempfile, time, types, typing, zlib
 from importlib import metadata
 from pathlib import Path
 import numpy as np, pandas as pd, torch
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 # %% auto #0
 __all__ = ['InputError', 'atomic_path', 'write_json', 'read_json', 'write_csv', 'check_free', 'new_folder', 'rng', 'seeded',
-           'default_device', 'versions', 'save_tensors', 'load_tensors', 'override', 'note', 'progress']
+           'default_device', 'versions', 'save_tensors', 'load_tensors', 'override', 'Config', 'note', 'progress']
 
 # %% ../nbs/00_core.ipynb #4350671c
 class InputError(ValueError):
@@ -188,6 +188,39 @@ def override(
         try: new[key] = _read_value(value, hints[key]) if isinstance(value, str) else value
         except ValueError: raise InputError(f"{key}={value!r}: expected {getattr(hints[key], '__name__', hints[key])}") from None
     return dataclasses.replace(cfg, **new)
+
+# %% ../nbs/00_core.ipynb #1cbb3ee0
+@dataclasses.dataclass(frozen=True, init=False)
+class Config:
+    "Settings of a job, from a preset with changes. Raises `InputError` on an unknown preset or setting, or an impossible value"
+    preset: str = "paper"         # where the values not given come from
+    presets = dict(paper={})      # name -> what it changes
+    choices, least = {}, {}       # field -> known values; field -> lowest value. None passes where the field may be None
+    positive = ()                 # fields that must be above 0
+
+    def __init__(self, preset="paper", **changes):
+        if preset not in self.presets: raise InputError(f"unknown preset {preset!r}: the presets are {', '.join(self.presets)}")
+        fields = {f.name: f.default for f in dataclasses.fields(self)}
+        unknown = [k for k in changes if k not in fields]
+        if unknown: raise InputError(f"unknown setting {unknown[0]!r}: the settings are {', '.join(fields)}")
+        for name, value in {**fields, **self.presets[preset], **changes, "preset": preset}.items():
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        self._check_each()
+        self._check()
+
+    def _check_each(self):
+        "What can be said of a field alone"
+        hints, finite = typing.get_type_hints(type(self)), lambda x: isinstance(x, numbers.Real) and bool(np.isfinite(x))
+        for k, v in vars(self).items():
+            if v is None and type(None) in typing.get_args(hints[k]): continue
+            if k in self.choices and v not in self.choices[k]: raise InputError(f"{k}={v!r}: expected one of {', '.join(self.choices[k])}")
+            if k in self.least and not (finite(v) and v >= self.least[k]): raise InputError(f"{k}={v}: expected at least {self.least[k]}")
+            if k in self.positive and not (finite(v) and v > 0): raise InputError(f"{k}={v}: expected a number above 0")
+            odd = [x for x in (v if isinstance(v, tuple) else (v,)) if isinstance(x, numbers.Real) and not finite(x)]
+            if odd: raise InputError(f"{k}={v}: expected a finite number")
+
+    def _check(self):
+        "What a subclass has to say about its fields together"
 
 # %% ../nbs/00_core.ipynb #663e9240
 _noted = set()

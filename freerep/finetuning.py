@@ -4,7 +4,7 @@
 
 # %% ../nbs/38_finetuning.ipynb #3a5512ef
 from __future__ import annotations
-import copy, dataclasses, hashlib, itertools, math, shutil, threading, time
+import copy, dataclasses, hashlib, math, threading, time
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -12,13 +12,13 @@ import numpy as np, pandas as pd, torch, torch.nn.functional as F
 from .core import *
 from .examples import open_examples
 from .learner import *
-from .pretraining import PlotCB, read_ahead
+from .pretraining import PlotCB, _begin, _fit, _run_facts, read_ahead
 from .segmenter import Segmenter, _resized, _square, episode_logits, load_segmenter
 
 # %% auto #0
-__all__ = ['FINETUNE_PRESETS', 'FREEZABLE', 'EpisodeTable', 'SquareExamples', 'look_through', 'example_vectors', 'ranked_others',
-           'draw_similar', 'draw_clip', 'draw_classes', 'EpisodeBatches', 'mask_losses', 'episode_loss',
-           'FinetuneConfig', 'FreezeCB', 'SparingCB', 'Finetuned', 'load_finetuned', 'finetune']
+__all__ = ['FREEZABLE', 'EpisodeTable', 'SquareExamples', 'look_through', 'example_vectors', 'ranked_others', 'draw_similar',
+           'draw_clip', 'draw_classes', 'EpisodeBatches', 'mask_losses', 'episode_loss', 'FinetuneConfig', 'FreezeCB',
+           'SparingCB', 'Finetuned', 'load_finetuned', 'finetune']
 
 # %% ../nbs/38_finetuning.ipynb #6d9b9380
 @dataclass
@@ -231,13 +231,10 @@ def episode_loss(
     return loss, dict(bce=bce.gather(-1, best).mean(), soft_dice=soft, score=there, iou=guess)
 
 # %% ../nbs/38_finetuning.ipynb #b3975a13
-FINETUNE_PRESETS = dict(
-    paper=dict(),
-    nano=dict(segmenter="nano", checkpoint=None, context=3, batch=8, epochs=10000, steps=600, lr=1e-3, schedule="cosine", workers=0))
 FREEZABLE = ("image_encoder", "image_encoder.trunk", "image_encoder.neck", "memory_attention", "memory_encoder", "sam_mask_decoder", "obj_ptr_proj")
 
 @dataclass(frozen=True, init=False)
-class FinetuneConfig:
+class FinetuneConfig(Config):
     "Every number of a fine-tuning; `FinetuneConfig('nano', steps=200)` changes a preset. Raises `InputError` on an unknown or impossible setting"
     preset: str = "paper"               # where the numbers not given come from: paper or nano
     segmenter: str = "base_plus"        # nano, tiny, small, base_plus or large
@@ -265,25 +262,17 @@ class FinetuneConfig:
     keep_gb: float = 4.                 # memory for resized examples
     workers: int = 1                    # threads that read ahead; 0: read when needed
 
-    def __init__(self, preset="paper", **changes):
-        if preset not in FINETUNE_PRESETS: raise InputError(f"unknown preset {preset!r}: the presets are {', '.join(FINETUNE_PRESETS)}")
-        fields = {f.name: f.default for f in dataclasses.fields(self)}
-        unknown = [k for k in changes if k not in fields]
-        if unknown: raise InputError(f"unknown setting {unknown[0]!r}: the settings are {', '.join(fields)}")
-        for name, value in {**fields, **FINETUNE_PRESETS[preset], **changes, "preset": preset}.items():
-            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
-        self._check()
+    presets = dict(
+        paper=dict(),
+        nano=dict(segmenter="nano", checkpoint=None, context=3, batch=8, epochs=10000, steps=600, lr=1e-3, schedule="cosine", workers=0))
+    choices = dict(schedule=("constant", "cosine"))
+    least = dict(context=1, pool=1, classes=1, own=0, batch=1, epochs=0, steps=0, accumulate=1, pos_weight=0, dice=0, score=0, iou=0, weight_decay=0,
+                 seed=0, save_minutes=0, keep_gb=0, workers=0)
+    positive = ("lr", "clip")
 
     def _check(self):
         "Raise `InputError` on a value that cannot work"
-        least = dict(context=1, pool=1, classes=1, own=0, batch=1, epochs=0, steps=0, accumulate=1, pos_weight=0, dice=0, score=0, iou=0, weight_decay=0, seed=0, save_minutes=0, keep_gb=0, workers=0)
-        for key, low in least.items():
-            value = getattr(self, key)
-            if value is not None and not low <= value < math.inf: raise InputError(f"{key}={value}: expected at least {low}")
-        for key in ("lr", "clip"):
-            if not 0 < getattr(self, key) < math.inf: raise InputError(f"{key}={getattr(self, key)}: expected a number above 0")
         if self.own > 1: raise InputError(f"own={self.own}: expected a share, 0 to 1")
-        if self.schedule not in ("constant", "cosine"): raise InputError(f"schedule={self.schedule!r}: expected constant or cosine")
         strange = [p for p in self.freeze if p not in FREEZABLE]
         if strange: raise InputError(f"freeze={strange[0]!r}: the parts that can be frozen are {', '.join(FREEZABLE)}")
 
@@ -315,10 +304,7 @@ def load_finetuned(
     path,  # a folder made by `finetune`
 ) -> Finetuned:
     "A run of `finetune`. Raises `InputError` if there is none, or if it has no weights yet"
-    path = Path(path)
-    facts = read_json(path/"config.json")
-    if not isinstance(facts, dict) or facts.get("kind") != "finetune": raise InputError(f"{path} holds no run of `freerep finetune`")
-    if not (path/"last.safetensors").exists(): raise InputError(f"{path} has no last.safetensors: its training was stopped early; go on with --resume")
+    facts = _run_facts(path, "finetune")
     return Finetuned(path, facts["segmenter"]["name"], facts["segmenter"]["image_size"], FinetuneConfig(**facts["config"]))
 
 # %% ../nbs/38_finetuning.ipynb #751b3e51
@@ -328,27 +314,6 @@ def _facts(cfg, segmenter, examples, table, retriever):
     by = "random" if retriever is None else str(getattr(retriever, "fingerprint", "vectors"))
     return dict(kind="finetune", config=dataclasses.asdict(cfg), data=data, retriever=by, processes=rank_and_world()[1], versions=versions(),
                 segmenter=dict(name=segmenter.name, image_size=segmenter.image_size, fingerprint=segmenter.fingerprint))
-
-def _compare(out, old, new):
-    "Raise `InputError` naming the first thing that differs and changes what is learned"
-    plain = lambda facts: {**{k: v for k, v in facts.get("config", {}).items() if k not in ("workers", "save_minutes", "keep_gb")}, "data": facts.get("data", {}).get("fingerprint"),
-                           "retriever": facts.get("retriever"), "segmenter": facts.get("segmenter", {}).get("fingerprint"), "processes": facts.get("processes")}
-    was, now = ({k: list(v) if isinstance(v, tuple) else v for k, v in plain(f).items()} for f in (old, new))
-    for k in now:
-        if was.get(k) != now[k]: raise InputError(f"{out} was begun with {k}={was.get(k)}, and now {k}={now[k]}: resume with what it was begun with, or begin another run")
-
-def _begin(out, facts, resume, force):
-    "Make the folder of a run, or check that it may go on; says whether there is a state to go on from"
-    state = out/"state"/"last.pt"
-    if resume and (out/"config.json").exists():
-        _compare(out, read_json(out/"config.json"), facts)
-        if not state.exists(): note(f"{out}: nothing was saved yet, begins from the start")
-        return state.exists()
-    check_free(out, force)
-    if resume: note(f"{out}: there is no run to resume, begins a new one")
-    for old in (out/n for n in ("config.json", "log.csv", "loss.png", "last.safetensors", "state")): shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-    with disk_room(out): write_json(facts, out/"config.json")
-    return False
 
 # %% ../nbs/38_finetuning.ipynb #a0a6532c
 def _start(cfg, segmenter, device):
@@ -414,11 +379,6 @@ def finetune(
         facts = _facts(cfg, seg, examples, table, retriever)
         learn = _learner(cfg, seg, batches, out, cbs)
         go_on = _begin(out, facts, resume, force) if not rank else False
-        with seeded(cfg.seed + rank):
-            if any_process(go_on): learn.load(out/"state"/"last.pt")
-            try: learn.fit()
-            except KeyboardInterrupt:
-                if not rank: note(f"{out}: interrupted after step {learn.step} of {learn.total}, go on with --resume")
-                raise
-            finally: seg.model.eval()
+        try: _fit(learn, out, cfg.seed, go_on)
+        finally: seg.model.eval()
     return Finetuned(out, seg.name, seg.image_size, cfg)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 import numpy as np, pandas as pd, torch
+from fastcore.basics import patch
 from matplotlib.figure import Figure
 from .core import *
+from .core import _plain
 from .sources import Source, open_source
 from .tracklets import make_tracklets
 from .views import ClipDataset, EmptyClip, FullFrame, RandomCrop, normalise
@@ -22,21 +24,15 @@ from .losses import LOSSES
 from .learner import *
 
 # %% auto #0
-__all__ = ['PRESETS', 'VIEWS', 'PretrainConfig', 'training_data', 'read_ahead', 'BagBatches', 'bag_loss', 'new_encoder',
-           'data_summary', 'Run', 'load_run', 'plot_log', 'PlotCB', 'pretrain']
+__all__ = ['VIEWS', 'PretrainConfig', 'training_data', 'read_ahead', 'BagBatches', 'bag_loss', 'new_encoder', 'data_summary',
+           'Run', 'load_run', 'plot_log', 'PlotCB', 'pretrain']
 
-# %% ../nbs/09_pretraining.ipynb #4095c495
-PRESETS = dict(
-    paper=dict(),
-    laptop=dict(stride=None, n_frames=4, size=112, backbone="lite0", layers=2, heads=4, ff=512, steps=500,
-                lr=1e-4, schedule="cosine", workers=1),
-    tiny=dict(stride=None, n_frames=4, size=64, backbone="small", weights="random", d=128, layers=2, heads=4, ff=256, out=64,
-              steps=400, lr=5e-4, schedule="cosine", workers=1))
-
+# %% ../nbs/09_pretraining.ipynb #19336f81
 VIEWS = dict(random_crop=lambda cfg: RandomCrop(scale=cfg.scale, ratio=cfg.ratio), full_frame=lambda cfg: FullFrame())
 
+# %% ../nbs/09_pretraining.ipynb #a78c12e6
 @dataclass(frozen=True, init=False)
-class PretrainConfig:
+class PretrainConfig(Config):
     "Every number of a training; `PretrainConfig(preset='tiny', epochs=5)` changes a preset. Raises `InputError` on an unknown or impossible setting"
     preset: str = "paper"             # where the numbers not given come from: paper, laptop or tiny
     length: int = 8                   # frames of a tracklet
@@ -73,25 +69,17 @@ class PretrainConfig:
     save_minutes: float = 10.         # between two savings of the state
     workers: int = 8                  # threads that read ahead; 0: read when needed
 
-    def __init__(self, preset="paper", **changes):
-        if preset not in PRESETS: raise InputError(f"unknown preset {preset!r}: the presets are {', '.join(PRESETS)}")
-        fields = {f.name: f.default for f in dataclasses.fields(self)}
-        unknown = [k for k in changes if k not in fields]
-        if unknown: raise InputError(f"unknown setting {unknown[0]!r}: the settings are {', '.join(fields)}")
-        for name, value in {**fields, **PRESETS[preset], **changes, "preset": preset}.items():
-            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
-        self._check()
+    choices = dict(view=VIEWS, backbone=BACKBONES, loss=LOSSES, schedule=("constant", "cosine"))
+    least = dict(size=8, n_frames=1, layers=1, d=1, heads=1, ff=1, out=1, epochs=0, steps=0, accumulate=1, save_minutes=0, workers=0, seed=0)
+    positive = ("lr", "tau", "std")
 
-    def _check(self):
-        "Raise `InputError` on a value that cannot work"
-        for key, known in dict(view=VIEWS, backbone=BACKBONES, loss=LOSSES, schedule=("constant", "cosine")).items():
-            if getattr(self, key) not in known: raise InputError(f"{key}={getattr(self, key)!r}: expected one of {', '.join(known)}")
-        least = dict(size=8, layers=1, d=1, heads=1, ff=1, out=1, epochs=0, accumulate=1, save_minutes=0, workers=0, seed=0)
-        least |= {k: low for k, low in dict(steps=0, n_frames=1).items() if getattr(self, k) is not None}
-        for key, low in least.items():
-            if not getattr(self, key) >= low: raise InputError(f"{key}={getattr(self, key)}: expected at least {low}")
-        for key in ("lr", "tau", "std"):
-            if not 0 < getattr(self, key) < math.inf: raise InputError(f"{key}={getattr(self, key)}: expected a number above 0")
+# %% ../nbs/09_pretraining.ipynb #4095c495
+PretrainConfig.presets = dict(
+    paper=dict(),
+    laptop=dict(stride=None, n_frames=4, size=112, backbone="lite0", layers=2, heads=4, ff=512, steps=500,
+                lr=1e-4, schedule="cosine", workers=1),
+    tiny=dict(stride=None, n_frames=4, size=64, backbone="small", weights="random", d=128, layers=2, heads=4, ff=256, out=64,
+              steps=400, lr=5e-4, schedule="cosine", workers=1))
 
 # %% ../nbs/09_pretraining.ipynb #1d14dfb5
 def _for_training(source):
@@ -118,7 +106,7 @@ def training_data(
     table = pd.concat([make_tracklets(s, length=cfg.length, stride=cfg.stride) for s in sources], ignore_index=True)
     return sources, table.assign(row=np.arange(len(table)))
 
-# %% ../nbs/09_pretraining.ipynb #bfc18349
+# %% ../nbs/09_pretraining.ipynb #9de3477f
 def read_ahead(
     f,        # function of one item
     items,    # what it is applied to
@@ -138,6 +126,7 @@ def read_ahead(
         finally:
             for future in waiting: future.cancel()
 
+# %% ../nbs/09_pretraining.ipynb #815684c4
 class BagBatches:
     "Batches (clips (b, k, t, c, h, w) uint8, mask (b, k, t) bool or None if all frames are real) for a `Learner`"
     def __init__(self,
@@ -156,21 +145,24 @@ class BagBatches:
             self.replaced += replaced
             yield clips, mask
 
-    def _load(self, epoch, bags):
-        "One batch, and how many of its bags were replaced"
-        good = range(len(bags))
-        try: clips, mask = self.data.batch(bags, epoch)
-        except EmptyClip as e:
-            good = [i for i in range(len(bags)) if self._readable(bags[i], epoch)]
-            if not good: raise InputError(f"not one bag of a batch can be read: {e}; `freerep info` tells what is wrong with the frames") from None
-            clips, mask = self.data.batch(bags[np.resize(good, len(bags))], epoch)
-        return clips, None if mask.all() else mask, len(bags) - len(good)
+# %% ../nbs/09_pretraining.ipynb #bfc18349
+@patch
+def _readable(self: BagBatches, bag, epoch):
+    "Can something of this bag be read?"
+    try: self.data.batch(bag[None], epoch)
+    except EmptyClip: return False
+    return True
 
-    def _readable(self, bag, epoch):
-        "Can something of this bag be read?"
-        try: self.data.batch(bag[None], epoch)
-        except EmptyClip: return False
-        return True
+@patch
+def _load(self: BagBatches, epoch, bags):
+    "One batch, and how many of its bags were replaced"
+    good = range(len(bags))
+    try: clips, mask = self.data.batch(bags, epoch)
+    except EmptyClip as e:
+        good = [i for i in range(len(bags)) if self._readable(bags[i], epoch)]
+        if not good: raise InputError(f"not one bag of a batch can be read: {e}; `freerep info` tells what is wrong with the frames") from None
+        clips, mask = self.data.batch(bags[np.resize(good, len(bags))], epoch)
+    return clips, None if mask.all() else mask, len(bags) - len(good)
 
 # %% ../nbs/09_pretraining.ipynb #ec442f3e
 def bag_loss(
@@ -216,23 +208,48 @@ def _facts(cfg, sources, table, device):
     return dict(kind="pretrain", config=dataclasses.asdict(cfg), seed=cfg.seed, data=data_summary(sources, table),
                 processes=rank_and_world()[1], device=str(device), versions=versions())
 
+# %% ../nbs/09_pretraining.ipynb #5f9a5317
+_COMMANDS = dict(pretrain="freerep train", retriever="freerep retriever", finetune="freerep finetune")   # kind of run -> what writes it
+
+def _run_facts(path, *kinds, weights=True):
+    "The content of config.json of a run of one of these kinds, with weights if they are needed. Raises `InputError` that says what is there instead"
+    path, wanted = Path(path), " or ".join(f"`{_COMMANDS[k]}`" for k in kinds)
+    if not path.is_dir(): raise InputError(f"{path} {'is a file' if path.exists() else 'does not exist'}: expected the folder of a run of {wanted}")
+    if not (path/"config.json").exists(): raise InputError(f"{path} holds no run: expected config.json and last.safetensors, as {wanted} writes them")
+    facts = read_json(path/"config.json")
+    kind = str(facts.get("kind")) if isinstance(facts, dict) else ""
+    if kind not in _COMMANDS or not isinstance(facts.get("config"), dict): raise InputError(f"{path/'config.json'} does not describe a run of {wanted}")
+    if kind not in kinds: raise InputError(f"{path} holds a run of `{_COMMANDS[kind]}`: expected one of {wanted}")
+    if weights and not (path/"last.safetensors").exists(): raise InputError(f"{path} has no last.safetensors: nothing was saved yet; go on with --resume")
+    return facts
+
+# %% ../nbs/09_pretraining.ipynb #532fad87
+_FREE = ("workers", "save_minutes", "keep_gb")   # settings that do not change what is learned
+
+def _decisive(facts):
+    "{name for people: value} of the facts that decide what is learned"
+    found = {k: v for k, v in facts.get("config", {}).items() if k not in _FREE}
+    for key, value in facts.items():
+        if key in ("kind", "config", "device", "versions"): continue
+        if isinstance(value, dict): found |= {f"{key} {k}": v for k, v in value.items() if isinstance(v, int) or k == "fingerprint"}
+        else: found[key] = value
+    return found
+
 def _compare(out, old, new):
     "Raise `InputError` naming the first thing that differs and changes what is learned"
-    pairs = {k: (old.get("config", {}).get(k), v) for k, v in new["config"].items() if k not in ("workers", "save_minutes")}
-    pairs |= {f"data {k}": (old.get("data", {}).get(k), new["data"][k]) for k in ("videos", "frames", "tracklets", "fingerprint")}
-    pairs["processes"] = old.get("processes"), new["processes"]
-    for key, (was, now) in pairs.items():
-        if (list(was) if isinstance(was, tuple) else was) == (list(now) if isinstance(now, tuple) else now): continue
-        raise InputError(f"{out} was begun with {key}={was}, and now {key}={now}: resume with what it was begun with, or begin another run")
-    if old.get("versions", {}).get("torch") != new["versions"].get("torch"): note(f"{out}: begun with another version of PyTorch, the result may differ in the last digits")
+    was, now = _decisive(old), _decisive(_plain(new))
+    for key in now:
+        if was.get(key) != now[key]: raise InputError(f"{out} was begun with {key}={was.get(key)}, and now {key}={now[key]}: resume with what it was begun with, or begin another run")
+    if old.get("versions", {}).get("torch") != new["versions"]["torch"]: note(f"{out}: begun with another version of PyTorch, the result may differ in the last digits")
 
+# %% ../nbs/09_pretraining.ipynb #3885e1e6
 _FILES = ("config.json", "log.csv", "loss.png", "last.safetensors", "state")
 
 def _begin(out, facts, resume, force):
     "Make the folder of a run, or check that it may go on; says whether there is a state to go on from"
     state = out/"state"/"last.pt"
     if resume and (out/"config.json").exists():
-        _compare(out, read_json(out/"config.json"), facts)
+        _compare(out, _run_facts(out, facts["kind"], weights=False), facts)
         if not state.exists(): note(f"{out}: nothing was saved yet, begins from the start")
         return state.exists()
     check_free(out, force)
@@ -240,6 +257,15 @@ def _begin(out, facts, resume, force):
     for old in (out/name for name in _FILES): shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
     with disk_room(out): write_json(facts, out/"config.json")
     return False
+
+def _fit(learn, out, seed, go_on):
+    "Train in all processes, from the state in `out` if the first one says so"
+    with seeded(seed + learn.rank):
+        if any_process(go_on): learn.load(out/"state"/"last.pt")
+        try: learn.fit()
+        except KeyboardInterrupt:
+            if not learn.rank: note(f"{out}: interrupted after step {learn.step} of {learn.total}, go on with --resume")
+            raise
 
 # %% ../nbs/09_pretraining.ipynb #1aca3554
 class Run:
@@ -270,18 +296,15 @@ class Run:
         "One row per step; no rows for a released checkpoint"
         return pd.read_csv(self.path/"log.csv") if (self.path/"log.csv").exists() else pd.DataFrame(columns=["step", "epoch", "loss"])
 
+# %% ../nbs/09_pretraining.ipynb #6cd6a3e9
 def load_run(
     path,  # a folder made by `pretrain`, or a released checkpoint
 ) -> Run:
     "A run. Raises `InputError` if there is none, or if it has no weights yet"
     path = Path(path)
     if path.is_file(): return Run(path, PretrainConfig())
-    if not path.is_dir(): raise InputError(f"{path} does not exist: expected the folder of a run, or a released checkpoint")
-    if not (path/"config.json").exists(): raise InputError(f"{path} holds no run: expected config.json and last.safetensors, as `freerep train` writes them")
-    facts = read_json(path/"config.json")
-    if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict): raise InputError(f"{path/'config.json'} does not describe a run of `freerep train`")
-    if not (path/"last.safetensors").exists(): raise InputError(f"{path} has no last.safetensors: its training has not finished an epoch; go on with --resume")
-    return Run(path, PretrainConfig(**facts["config"]))
+    if not path.exists(): raise InputError(f"{path} does not exist: expected the folder of a run, or a released checkpoint")
+    return Run(path, PretrainConfig(**_run_facts(path, "pretrain")["config"]))
 
 # %% ../nbs/09_pretraining.ipynb #4afe6009
 def plot_log(
@@ -317,6 +340,7 @@ def _batches(cfg, sources, table):
     if cfg.steps is not None: sampler.epochs = max(1, min(cfg.epochs, math.ceil(cfg.steps*cfg.accumulate/len(sampler))))
     return BagBatches(data, sampler, workers=cfg.workers)
 
+# %% ../nbs/09_pretraining.ipynb #d8e5ab3e
 def _frames(batch):
     "How many frames a batch holds"
     clips, mask = batch
@@ -337,6 +361,7 @@ def _tell_unread(sources, batches):
     if lost: note(f"{sum(lost.values())} frames could not be read and were left out: " + ", ".join(f"{n} of {name}" for name, n in list(lost.items())[:5]) + (", ..." if len(lost) > 5 else ""))
     if batches.replaced: note(f"{batches.replaced} times a bag without a readable frame was replaced by another of its batch")
 
+# %% ../nbs/09_pretraining.ipynb #b530c8da
 def pretrain(
     source,               # a `Source` or a path, or a list of them
     cfg: PretrainConfig,  # all settings
@@ -356,11 +381,6 @@ def pretrain(
         batches = _batches(cfg, sources, table)
         learn = _learner(cfg, batches, out, device, cbs)
         go_on = _begin(out, _facts(cfg, sources, table, learn.device), resume, force) if not rank else False
-        with seeded(cfg.seed + rank):
-            if any_process(go_on): learn.load(out/"state"/"last.pt")
-            try: learn.fit()
-            except KeyboardInterrupt:
-                if not rank: note(f"{out}: interrupted after step {learn.step} of {learn.total}, go on with --resume")
-                raise
-            finally: _tell_unread(sources, batches)
+        try: _fit(learn, out, cfg.seed, go_on)
+        finally: _tell_unread(sources, batches)
     return Run(out, cfg)

@@ -397,7 +397,7 @@ def _each(predictions, f): return Prediction(*(f([getattr(p, x.name) for p in pr
 def _attend(self: Segmenter, features, frame, keyframes, recent, n_frames, reverse):
     "The coarse map (n, d, h, w) of n images after attention to the memories of keyframes and recent frames (frame -> Memory)"
     model, coarse = self.model, features.maps[-1]
-    entry = lambda m: dict(maskmem_features=m.maskmem, obj_ptr=m.pointer, maskmem_pos_enc=[model.memory_encoder.position_encoding(m.maskmem)])
+    entry = lambda m: dict(maskmem_features=m.maskmem.float(), obj_ptr=m.pointer, maskmem_pos_enc=[model.memory_encoder.position_encoding(m.maskmem)])   # float32: SAM2 looks at maps alone where no pointer is in reach
     known = [{t: entry(m.to(coarse.device)) for t, m in of.items()} for of in (keyframes, recent)]
     return model._prepare_memory_conditioned_features(
         frame, False, [_flat(coarse)], [_flat(model.image_encoder.neck.position_encoding(coarse))], [coarse.shape[-2:]],

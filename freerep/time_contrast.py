@@ -16,14 +16,14 @@ from .sources import Source, Video, open_source
 from .views import normalise
 from .encoder import BACKBONES, _check_backbone, create_encoder, load_weights
 from .learner import *
-from .pretraining import PlotCB, Run, _begin, _for_training, load_run, read_ahead
+from .pretraining import PlotCB, Run, _begin, _fit, _for_training, _run_facts, load_run, read_ahead
 from .examples import Examples, Query, Volume, _Cache, _folder_pair, _scans, grey_to_rgb, is_nifti, open_volume
 
 # %% auto #0
-__all__ = ['RETRIEVER_PRESETS', 'FOUNDATION', 'clip_positions', 'clip_labels', 'two_view_labels', 'batch_labels', 'draw_views',
-           'make_views', 'time_contrastive_loss', 'VideoReader', 'VolumeReader', 'frame_readers', 'RetrieverConfig',
-           'ClipBatches', 'FrameEncoder', 'new_frame_encoder', 'retriever_loss', 'TimedCheckpointCB', 'train_retriever',
-           'Retriever', 'OneFrame', 'foundation_retriever', 'load_retriever']
+__all__ = ['FOUNDATION', 'clip_positions', 'clip_labels', 'two_view_labels', 'batch_labels', 'draw_views', 'make_views',
+           'time_contrastive_loss', 'VideoReader', 'VolumeReader', 'frame_readers', 'RetrieverConfig', 'ClipBatches',
+           'FrameEncoder', 'new_frame_encoder', 'retriever_loss', 'TimedCheckpointCB', 'train_retriever', 'Retriever',
+           'OneFrame', 'foundation_retriever', 'load_retriever']
 
 # %% ../nbs/32_time_contrast.ipynb #6aa86039
 def clip_positions(
@@ -241,13 +241,8 @@ def frame_readers(
     return kept
 
 # %% ../nbs/32_time_contrast.ipynb #b4df05f5
-RETRIEVER_PRESETS = dict(
-    paper=dict(),
-    laptop=dict(size=112, backbone="lite0", steps=500, lr=3e-4, schedule="cosine", workers=1),
-    tiny=dict(frames=8, stride=4, size=64, backbone="small", weights="random", out=64, steps=200, schedule="cosine", workers=1))
-
 @dataclass(frozen=True, init=False)
-class RetrieverConfig:
+class RetrieverConfig(Config):
     "Every number of a training; `RetrieverConfig(preset='tiny', steps=50)` changes a preset. Raises `InputError` on an unknown or impossible setting"
     preset: str = "paper"           # where the numbers not given come from: paper, laptop or tiny
     frames: int = 16                # frames of a clip
@@ -276,24 +271,17 @@ class RetrieverConfig:
     save_minutes: float = 10.       # between two savings of the state
     workers: int = 8                # threads that read ahead; 0: read when needed
 
-    def __init__(self, preset="paper", **changes):
-        if preset not in RETRIEVER_PRESETS: raise InputError(f"unknown preset {preset!r}: the presets are {', '.join(RETRIEVER_PRESETS)}")
-        fields = {f.name: f.default for f in dataclasses.fields(self)}
-        unknown = [k for k in changes if k not in fields]
-        if unknown: raise InputError(f"unknown setting {unknown[0]!r}: the settings are {', '.join(fields)}")
-        for name, value in {**fields, **RETRIEVER_PRESETS[preset], **changes, "preset": preset}.items(): object.__setattr__(self, name, value)
-        self._check()
+    presets = dict(
+        paper=dict(),
+        laptop=dict(size=112, backbone="lite0", steps=500, lr=3e-4, schedule="cosine", workers=1),
+        tiny=dict(frames=8, stride=4, size=64, backbone="small", weights="random", out=64, steps=200, schedule="cosine", workers=1))
+    choices = dict(backbone=BACKBONES, schedule=("constant", "cosine"))
+    least = dict(frames=2, stride=1, window=2, positives=1, clips=1, rotate=0, shift=0, blur=0, size=8, out=1, epochs=0, steps=0, accumulate=1,
+                 seed=0, save_minutes=0, workers=0, weight_decay=0)
+    positive = ("lr", "tau", "std")
 
     def _check(self):
-        "Raise `InputError` on a value that cannot work"
-        for key, known in dict(backbone=BACKBONES, schedule=("constant", "cosine")).items():
-            if getattr(self, key) not in known: raise InputError(f"{key}={getattr(self, key)!r}: expected one of {', '.join(known)}")
-        least = dict(frames=2, stride=1, window=2, clips=1, rotate=0, shift=0, blur=0, size=8, out=1, epochs=0, accumulate=1, seed=0, save_minutes=0, workers=0, weight_decay=0)
-        least |= {k: low for k, low in dict(steps=0, positives=1).items() if getattr(self, k) is not None}
-        for key, low in least.items():
-            if not low <= getattr(self, key) < math.inf: raise InputError(f"{key}={getattr(self, key)}: expected at least {low}")
-        for key in ("lr", "tau", "std"):
-            if not 0 < getattr(self, key) < math.inf: raise InputError(f"{key}={getattr(self, key)}: expected a number above 0")
+        "Raise `InputError` on values that cannot work together"
         if self.clips == 1 and self.frames <= 1 + self.window: raise InputError(f"clips=1, frames={self.frames}: a frame in the middle would have no negative; expected frames above {1 + self.window}, or more clips")
 
 # %% ../nbs/32_time_contrast.ipynb #7dc6d88b
@@ -396,8 +384,7 @@ def _facts(cfg, batches, device):
     "The content of config.json"
     digest = hashlib.sha256()
     for r in batches.readers: digest.update(r.facts())
-    room = [max(1, len(r) - (cfg.frames - 1)*cfg.stride) for r in batches.readers]
-    data = dict(videos=len(batches.readers), frames=sum(map(len, batches.readers)), tracklets=sum(room), fingerprint=digest.hexdigest()[:16])
+    data = dict(videos=len(batches.readers), frames=sum(map(len, batches.readers)), fingerprint=digest.hexdigest()[:16])
     return dict(kind="retriever", config=dataclasses.asdict(cfg), seed=cfg.seed, data=data, processes=batches.world, device=str(device), versions=versions())
 
 def _learner(cfg, batches, out, device, cbs):
@@ -427,12 +414,7 @@ def train_retriever(
         batches = ClipBatches(frame_readers(source, least=cfg.frames), cfg, rank=rank, world=world)
         learn = _learner(cfg, batches, out, device, cbs)
         go_on = _begin(out, _facts(cfg, batches, learn.device), resume, force) if not rank else False
-        with seeded(cfg.seed + rank):
-            if any_process(go_on): learn.load(out/"state"/"last.pt")
-            try: learn.fit()
-            except KeyboardInterrupt:
-                if not rank: note(f"{out}: interrupted after step {learn.step} of {learn.total}, go on with --resume")
-                raise
+        _fit(learn, out, cfg.seed, go_on)
     return load_retriever(out)
 
 # %% ../nbs/32_time_contrast.ipynb #cba2473d
@@ -511,11 +493,9 @@ def foundation_retriever(
     data = timm.data.resolve_model_data_config(net)
     return Retriever(name, net, size=options.get("img_size", data["input_size"][-1]), mean=data["mean"], std=data["std"], device=device)
 
-def _from_folder(path, device):
+def _from_folder(path, facts, device):
     "A retriever from a folder made by `train_retriever`"
-    facts = read_json(path/"config.json")
     cfg = RetrieverConfig(**facts["config"])
-    if not (path/"last.safetensors").exists(): raise InputError(f"{path} has no last.safetensors: nothing was saved yet; go on with --resume")
     model = FrameEncoder(cfg.backbone, cfg.out)
     load_weights(model, load_tensors(path/"last.safetensors"), path/"last.safetensors")
     return Retriever("retriever", model, size=cfg.size, mean=cfg.mean, std=cfg.std, path=path, device=device)
@@ -538,6 +518,6 @@ def load_retriever(
         return Retriever("random", new_frame_encoder(cfg), size=cfg.size, device=device)
     path = Path(what)
     if not path.exists(): raise InputError(f"{what} does not exist: expected a folder made by `freerep retriever` or `freerep train`, or one of random, {', '.join(FOUNDATION)}")
-    facts = read_json(path/"config.json") if (path/"config.json").exists() else {}
-    if isinstance(facts, dict) and facts.get("kind") == "retriever": return _from_folder(path, device)
+    facts = _run_facts(path, "retriever", "pretrain") if path.is_dir() else {}
+    if facts.get("kind") == "retriever": return _from_folder(path, facts, device)
     return _from_run(load_run(path), device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses, tempfile
 from pathlib import Path
 import numpy as np, pandas as pd, torch
+from fastcore.basics import patch
 from matplotlib.figure import Figure
 from PIL import Image
 from .bank import open_bank
@@ -15,7 +16,7 @@ from .core import InputError, atomic_path, check_free, load_tensors, new_folder,
 from .examples import Query, class_colour, open_query, overlay
 from .report import html_note, html_page, html_picture, html_section, html_table, strip, time_stamp, write_page
 from .image_segmentation import confidence_of, label_map
-from .segmenter import Features, Memory
+from .segmenter import Features
 
 # %% auto #0
 __all__ = ['frame_similarity', 'choose_keyframes', 'keep_confident', 'choose_start', 'walk', 'memory_plan', 'VideoResult',
@@ -88,9 +89,10 @@ class _Keyframe:
         held = load_tensors(self.stored)
         return Features([held[str(i)].to(device) for i in range(len(held))], self.size)
 
-def _in_context(bank, image, features, classes, k, strategy, absent):
+# %% ../nbs/37_video_segmentation.ipynb #4d2af442
+def _in_context(bank, image, features, classes, k, strategy, absent, seed=0):
     "The prediction for an image from its context"
-    chosen = bank.select(image, k, strategy)
+    chosen = bank.select(image, k, strategy, seed=seed)
     return bank.segmenter.segment(features, [bank.memory(int(i), classes) for i in chosen], use=bank.counts(chosen, classes, absent))
 
 def _keyframe(bank, t, image, spill, **context):
@@ -148,7 +150,6 @@ def walk(
 class _Group:
     "Classes that are followed from the same keyframes"
     def __init__(self, segmenter, at, keyframes, start, n):
-        if min(keyframes) > start: keyframes = {t: Memory(m.maskmem.float(), m.pointer) for t, m in keyframes.items()}    # before its first keyframe a frame sees no pointer, and all must be float32
         self.segmenter, self.at, self.keyframes, self.start, self.n, self.recent = segmenter, at, keyframes, start, n, {}
     def step(self, features, t, backward):
         "Follow the classes into a frame"
@@ -164,6 +165,7 @@ def _groups(segmenter, keys, kept, start, n):
     for o, column in enumerate(kept.T.tolist()): alike.setdefault(tuple(column), []).append(o)
     return [_Group(segmenter, at, {t: keys[t].memory[at] for t, good in zip(keys, column) if good}, start, n) for column, at in alike.items()]
 
+# %% ../nbs/37_video_segmentation.ipynb #abacafcf
 def _put_together(parts, o):
     "One `_Mask` of o classes from (positions, mask) of groups"
     rows = [None]*o
@@ -194,7 +196,7 @@ def memory_plan(
 ) -> dict:            # keyframes, chunk, and the bytes of each part
     "How many keyframes and frames fit. Raises `InputError` if not even one of each does"
     memory, frame = classes*segmenter.memory_bytes, 3*size[0]*size[1]
-    key = 2*memory + 4*classes*(segmenter.image_size//4)**2     # as many as twice, where a class needs them in float32
+    key = 2*memory + 4*classes*(segmenter.image_size//4)**2     # twice: as it was segmented, and in the group of classes that follows it
     recent, context = 2*segmenter.reach*memory, k*memory
     room = max_bytes - recent - context
     if room < key + frame: raise InputError(f"max_bytes={max_bytes:,}: expected at least {recent + context + key + frame:,} for {classes} classes at {segmenter.image_size} px and frames of {size[1]}x{size[0]}")
@@ -219,69 +221,30 @@ class VideoResult:
     encodings: dict           # how often the image encoder ran: frames, context
     labels: list              # (t,) of (h, w), None where a frame cannot be read; empty if they were written to files
 
-
-    def table(self, start=0, stop=None, seconds=None):
-        "One row per frame and class: frame, class, confidence, name, pixels, index, iou, object_score, keyframe"
-        t = np.arange(len(self.names))[start:stop]
-        t = t[np.isfinite(self.confidence[t]).all(1)]
-        ids, keep = list(self.classes), np.zeros((len(self.names), len(self.classes)), bool)
-        keep[self.keyframes] = self.kept
-        cells = lambda x: x[t].ravel()
-        return pd.DataFrame({"frame": np.array(self.names, object)[t].repeat(len(ids)), "class": ids*len(t), "confidence": cells(self.confidence), "name": list(self.classes.values())*len(t),
-                             "pixels": cells(self.pixels), "index": t.repeat(len(ids)), "iou": cells(self.iou), "object_score": cells(self.object_score), "keyframe": cells(keep),
-                             **({} if seconds is None else {"time_s": np.asarray(seconds)[t].repeat(len(ids))})})
-    def summary(self):
-        "One row per class"
-        shown = self.pixels > 0
-        rows = [dict(name=f"{i} {n}", frames_shown=int(shown[:, o].sum()), confidence=np.nanmean(self.confidence[:, o]), lowest=np.nanmin(self.confidence[:, o]), keyframes=int(self.kept[:, o].sum()))
-                for o, (i, n) in enumerate(self.classes.items())]
-        return pd.DataFrame(rows).set_index("name")
-
 # %% ../nbs/37_video_segmentation.ipynb #71fdb289
-class _Pictures:
-    "Small overlays of frames spread over the video, for the report"
-    def __init__(self, n, colours, most=8): self.wanted, self.colours, self.kept = set(np.linspace(0, n - 1, min(n, most)).round().astype(int).tolist()), colours, {}
-    def look(self, t, image, labels):
-        if t not in self.wanted: return
-        h, w = labels.shape
-        small = (max(1, round(120*w/h)), 120)
-        self.kept[t] = overlay(np.asarray(Image.fromarray(image).resize(small, Image.Resampling.BOX)), np.asarray(Image.fromarray(labels.astype(np.int32)).resize(small, Image.Resampling.NEAREST)), self.colours)
+@patch
+def table(self: VideoResult,
+    start=0,       # the first frame
+    stop=None,     # the one after the last (default: all)
+    seconds=None,  # (t,) time of the frames, to be a column of its own
+):
+    "One row per frame and class: frame, class, confidence, name, pixels, index, iou, object_score, keyframe"
+    t = np.arange(len(self.names))[start:stop]
+    t = t[np.isfinite(self.confidence[t]).all(1)]
+    ids, keep = list(self.classes), np.zeros((len(self.names), len(self.classes)), bool)
+    keep[self.keyframes] = self.kept
+    cells = lambda x: x[t].ravel()
+    return pd.DataFrame({"frame": np.array(self.names, object)[t].repeat(len(ids)), "class": ids*len(t), "confidence": cells(self.confidence), "name": list(self.classes.values())*len(t),
+                         "pixels": cells(self.pixels), "index": t.repeat(len(ids)), "iou": cells(self.iou), "object_score": cells(self.object_score), "keyframe": cells(keep),
+                         **({} if seconds is None else {"time_s": np.asarray(seconds)[t].repeat(len(ids))})})
 
-def _curves(result, colours):
-    "Similarity with the keyframes, and the confidence of each class, over the frames"
-    fig = Figure(figsize=(8, 3.6), layout="tight")
-    top, low = fig.subplots(2, 1, sharex=True)
-    top.plot(result.similarity, color="0.4", lw=1)
-    top.plot(result.keyframes, result.similarity[result.keyframes], "o", color="k", ms=4)
-    top.set_ylabel("similarity to the bank")
-    for o, (i, name) in enumerate(result.classes.items()): low.plot(result.confidence[:, o], color=np.array(colours.get(i) or class_colour(i))/255, lw=1, label=name)
-    low.set(ylabel="confidence", xlabel="frame", ylim=(0, 1.02))
-    if len(result.classes) <= 13: low.legend(fontsize=7, ncols=4)
-    return fig
-
-def _seconds(query):
-    "(t,) seconds of each frame, or None for what has no time"
-    video = getattr(query, "video", None)
-    return None if video is None else np.asarray(video.time(video.frames), float)
-
-def _report(result, query, pictures, colours, path, settings):
-    "Write the page"
-    seconds = _seconds(query)
-    titles = [str(t) if seconds is None else time_stamp(seconds[t]) for t in sorted(pictures.kept)]
-    blocks = [f"{len(result.names)} frames, {len(result.keyframes)} keyframes, {result.encodings['frames']} frames and {result.encodings['context']} context images encoded."]
-    blocks += [html_note(f"{n}: no keyframe reached the confidence {settings['gamma']:g}; the best one was used.") for n in result.forced]
-    if query.broken: blocks.append(html_note(f"{len(query.broken)} frames cannot be read; the first is {query.names[min(query.broken)]}"))
-    strips = [html_picture(strip([pictures.kept[t] for t in sorted(pictures.kept)], 120), "frames " + ", ".join(titles))] if pictures.kept else []
-    parts = [html_section("Masks", *strips), html_section("Classes", html_table(result.summary())), html_section("Over the video", html_picture(_curves(result, colours), "keyframes are dots"))]
-    footer = ", ".join(f"{k} {v}" for k, v in {**settings, **versions()}.items())
-    write_page(html_page(f"Masks of {query.name}", [*blocks, *parts], footer), path)
-
-def _write_table(result, query, path, block=10_000):
-    "confidence.csv, some frames at a time"
-    seconds = _seconds(query)
-    with atomic_path(path) as tmp:
-        for start in range(0, len(result.names), block):
-            result.table(start, start + block, seconds).to_csv(tmp, index=False, lineterminator="\n", mode="a", header=start == 0, float_format="%.6g")
+@patch
+def summary(self: VideoResult):
+    "One row per class"
+    shown = self.pixels > 0
+    rows = [dict(name=f"{i} {n}", frames_shown=int(shown[:, o].sum()), confidence=np.nanmean(self.confidence[:, o]), lowest=np.nanmin(self.confidence[:, o]), keyframes=int(self.kept[:, o].sum()))
+            for o, (i, n) in enumerate(self.classes.items())]
+    return pd.DataFrame(rows).set_index("name")
 
 # %% ../nbs/37_video_segmentation.ipynb #69b31a7d
 def _check_classes(bank, classes):
@@ -299,6 +262,7 @@ def _open(query):
     if not len(query): raise InputError(f"{query.path} holds no frame")
     return query
 
+# %% ../nbs/37_video_segmentation.ipynb #7bc0545e
 def _first_size(query, similarity):
     w, h = query.size(int(np.flatnonzero(np.isfinite(similarity))[0]))
     return h, w
@@ -314,6 +278,7 @@ def _take(result, t, mask, labels):
     counts = np.bincount(labels.ravel(), minlength=max(result.classes) + 1)
     result.pixels[t] = counts[list(result.classes)]
 
+# %% ../nbs/37_video_segmentation.ipynb #df74d56c
 def _run(bank, query, write, *, classes, keyframes, min_distance, candidates, gamma, max_bytes, **context):
     "The four steps; `write(t, image, labels)` takes the masks"
     segmenter, before = bank.segmenter, bank.segmenter.encodings
@@ -335,6 +300,7 @@ def _run(bank, query, write, *, classes, keyframes, min_distance, candidates, ga
     result.encodings = dict(frames=len(keys) + segmenter.encodings - before - in_context, context=in_context - len(keys))
     return result
 
+# %% ../nbs/37_video_segmentation.ipynb #7ac1bd3a
 def segment_video(
     bank,       # an `ExampleBank`, or the folder of one
     query,      # a path (video, folder of frames, scan), or a `Query`
@@ -349,19 +315,69 @@ def segment_video(
     candidates=None,     # keyframes come from so many most similar frames (default: all)
     gamma=.5,            # least confidence of a keyframe
     max_bytes=2**31,     # what is held at a time, see `memory_plan`
+    seed=0,              # of the random choice
     force=False,         # replace `out` if it exists?
 ) -> VideoResult:
     "Segment a video from a bank of examples (paper B, section 2.3). Raises `InputError` for what cannot be read, or an impossible setting"
     bank = open_bank(bank) if isinstance(bank, (str, Path)) else bank
     query, ids = _open(query), _check_classes(bank, classes)
     keep_confident(np.ones((1, 1)), gamma), choose_keyframes([], keyframes, min_distance=min_distance, candidates=candidates)
-    settings = dict(k=k, strategy=strategy, absent=absent, keyframes=keyframes, min_distance=min_distance, candidates=candidates, gamma=gamma, max_bytes=max_bytes)
+    settings = dict(k=k, strategy=strategy, absent=absent, keyframes=keyframes, min_distance=min_distance, candidates=candidates, gamma=gamma, max_bytes=max_bytes, seed=seed)
     run = lambda write: _run(bank, query, write, classes={i: bank.classes[i] for i in ids}, **settings)
     if out is not None: return _to_folder(run, query, out, bank.examples.colours, settings, force)
     labels = [None]*len(query)
     result = run(lambda t, image, found: labels.__setitem__(t, found.astype(np.uint8 if max(ids) < 256 else np.uint16)))
     return dataclasses.replace(result, labels=labels)
 
+# %% ../nbs/37_video_segmentation.ipynb #807d6500
+class _Pictures:
+    "Small overlays of frames spread over the video, for the report"
+    def __init__(self, n, colours, most=8): self.wanted, self.colours, self.kept = set(np.linspace(0, n - 1, min(n, most)).round().astype(int).tolist()), colours, {}
+    def look(self, t, image, labels):
+        if t not in self.wanted: return
+        h, w = labels.shape
+        small = (max(1, round(120*w/h)), 120)
+        self.kept[t] = overlay(np.asarray(Image.fromarray(image).resize(small, Image.Resampling.BOX)), np.asarray(Image.fromarray(labels.astype(np.int32)).resize(small, Image.Resampling.NEAREST)), self.colours)
+
+# %% ../nbs/37_video_segmentation.ipynb #99e057e3
+def _curves(result, colours):
+    "Similarity with the keyframes, and the confidence of each class, over the frames"
+    fig = Figure(figsize=(8, 3.6), layout="tight")
+    top, low = fig.subplots(2, 1, sharex=True)
+    top.plot(result.similarity, color="0.4", lw=1)
+    top.plot(result.keyframes, result.similarity[result.keyframes], "o", color="k", ms=4)
+    top.set_ylabel("similarity to the bank")
+    for o, (i, name) in enumerate(result.classes.items()): low.plot(result.confidence[:, o], color=np.array(colours.get(i) or class_colour(i))/255, lw=1, label=name)
+    low.set(ylabel="confidence", xlabel="frame", ylim=(0, 1.02))
+    if len(result.classes) <= 13: low.legend(fontsize=7, ncols=4)
+    return fig
+
+# %% ../nbs/37_video_segmentation.ipynb #84f6c655
+def _seconds(query):
+    "(t,) seconds of each frame, or None for what has no time"
+    video = getattr(query, "video", None)
+    return None if video is None else np.asarray(video.time(video.frames), float)
+
+def _write_table(result, query, path, block=10_000):
+    "confidence.csv, some frames at a time"
+    seconds = _seconds(query)
+    with atomic_path(path) as tmp:
+        for start in range(0, len(result.names), block):
+            result.table(start, start + block, seconds).to_csv(tmp, index=False, lineterminator="\n", mode="a", header=start == 0, float_format="%.6g")
+
+def _report(result, query, pictures, colours, path, settings):
+    "Write the page"
+    seconds = _seconds(query)
+    titles = [str(t) if seconds is None else time_stamp(seconds[t]) for t in sorted(pictures.kept)]
+    blocks = [f"{len(result.names)} frames, {len(result.keyframes)} keyframes, {result.encodings['frames']} frames and {result.encodings['context']} context images encoded."]
+    blocks += [html_note(f"{n}: no keyframe reached the confidence {settings['gamma']:g}; the best one was used.") for n in result.forced]
+    if query.broken: blocks.append(html_note(f"{len(query.broken)} frames cannot be read; the first is {query.names[min(query.broken)]}"))
+    strips = [html_picture(strip([pictures.kept[t] for t in sorted(pictures.kept)], 120), "frames " + ", ".join(titles))] if pictures.kept else []
+    parts = [html_section("Masks", *strips), html_section("Classes", html_table(result.summary())), html_section("Over the video", html_picture(_curves(result, colours), "keyframes are dots"))]
+    footer = ", ".join(f"{k} {v}" for k, v in {**settings, **versions()}.items())
+    write_page(html_page(f"Masks of {query.name}", [*blocks, *parts], footer), path)
+
+# %% ../nbs/37_video_segmentation.ipynb #5ddaa021
 def _to_folder(run, query, out, colours, settings, force):
     "Run and write masks, confidence.csv, result.json and report.html, all or nothing"
     check_free(out, force)

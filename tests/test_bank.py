@@ -6,6 +6,7 @@ import os
 import shutil
 from importlib.util import find_spec
 
+import nibabel as nib
 import numpy as np
 import pytest
 import torch
@@ -327,6 +328,28 @@ def test_make_and_open(folder, tmp_path, monkeypatch):
     assert n == 0 and same(memory, again) and np.array_equal(bank.vectors, made.vectors) and bank.shelf.max_bytes == 10**6 and bank.changes == {}
     with pytest.raises(InputError, match="exists already"): make_bank(folder, tmp_path/"BANK", sam2="nano")
     assert len(make_bank(folder, tmp_path/"BANK", sam2="nano", force=True).shelf) == 0
+
+
+def test_a_window_stays_with_the_bank(folder, tmp_path):
+    "A bank of scans looks at them in its window, when it is made and when it is opened"
+    r = np.random.default_rng(0)
+    for kind in ("images", "labels"): (tmp_path/"scans"/kind).mkdir(parents=True)
+    for i in range(2):
+        labels = np.zeros((24, 20, 4), np.uint8); labels[4:12, 5:15] = 1
+        values = r.normal(-80, 20, labels.shape) + 200*labels
+        nib.save(nib.Nifti1Image(values.astype(np.int16), np.eye(4)), tmp_path/f"scans/images/s{i}.nii.gz")
+        nib.save(nib.Nifti1Image(labels, np.eye(4)), tmp_path/f"scans/labels/s{i}.nii.gz")
+    made = {w: make_bank(tmp_path/"scans", tmp_path/f"BANK{w}", sam2="nano", window=w) for w in (None, (100, 60), (100, 800))}
+    for w, bank in made.items():
+        expected = open_examples(tmp_path/"scans", w)
+        assert len(bank) == 8 and all(np.array_equal(bank.examples.image(i), expected.image(i)) for i in range(8))
+        again = open_bank(tmp_path/f"BANK{w}", device="cpu")
+        assert again.changes == {} and np.array_equal(again.examples.image(3), bank.examples.image(3)) and np.array_equal(again.vectors, bank.vectors)
+    assert not np.array_equal(made[100, 60].examples.image(0), made[100, 800].examples.image(0)) and not np.allclose(made[100, 60].vectors, made[100, 800].vectors)
+    for window, why in (((100, 0), "width a positive one"), ("wide", "expected .level, width.")):
+        with pytest.raises(InputError, match=why): make_bank(tmp_path/"scans", tmp_path/"NONE", sam2="nano", window=window)
+    with pytest.raises(InputError, match="a window is for scans"): make_bank(folder, tmp_path/"NONE", sam2="nano", window=(40, 400))
+    assert not (tmp_path/"NONE").exists()
 
 
 def test_open_tells_what_changed(folder, tmp_path, capsys):

@@ -104,3 +104,44 @@ def test_wrong_settings_are_errors(pair):
 def test_json_has_no_nan(tmp_path):
     write_json({"a": np.array([1., np.nan]), "b": torch.tensor(2), "c": np.inf, 3: {"d": np.bool_(True)}}, tmp_path/"a.json")
     assert read_json(tmp_path/"a.json") == {"a": [1., None], "b": 2, "c": None, "3": {"d": True}}
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Tea(Config):
+    degrees: float = 90.
+    minutes: int = 3
+    sugar: int | None = None
+    leaf: str = "green"
+    steps: tuple[float, ...] = (1., 2.)
+    sweet: bool = False
+    presets = dict(paper={}, black=dict(degrees=100., leaf="black", steps=[3., 4.]))
+    choices, least, positive = dict(leaf=("green", "black")), dict(minutes=1, sugar=0), ("degrees",)
+    def _check(self):
+        if self.sweet and not self.sugar: raise InputError("sweet without sugar")
+
+
+def test_config_fills_in_presets_and_changes():
+    assert Tea("black", minutes=4) == Tea(preset="black", degrees=100., leaf="black", steps=(3., 4.), minutes=4)
+    assert Tea() == Tea("paper") != Tea("black") and Tea("black").steps == (3., 4.) and Tea(sugar=None).sugar is None
+    assert override(Tea("black"), ["sugar=2", "sweet=yes", "steps=5"]) == Tea("black", sugar=2, sweet=True, steps=[5.])
+    assert [f.name for f in dataclasses.fields(Tea)] == ["preset", "degrees", "minutes", "sugar", "leaf", "steps", "sweet"]
+    assert Tea(**dataclasses.asdict(Tea("black"))) == Tea("black") and hash(Tea()) == hash(Tea())
+    with pytest.raises(dataclasses.FrozenInstanceError): Tea().minutes = 1
+
+
+@pytest.mark.parametrize("bad, why", [
+    (dict(preset="mint"), "unknown preset 'mint': the presets are paper, black"), (dict(sugars=1), "unknown setting 'sugars': the settings are preset, degrees"),
+    (dict(leaf="mint"), "leaf='mint': expected one of green, black"), (dict(leaf=None), "leaf=None: expected one of"), (dict(minutes=0), "minutes=0: expected at least 1"),
+    (dict(minutes=None), "minutes=None: expected at least 1"), (dict(minutes="4"), "minutes=4: expected at least 1"), (dict(sugar=-1), "sugar=-1: expected at least 0"),
+    (dict(degrees=0), "degrees=0: expected a number above 0"), (dict(degrees=None), "degrees=None: expected a number above 0"), (dict(sweet=True), "sweet without sugar"),
+    (dict(preset="black", steps=(1., float("nan"))), "steps=.*nan.*: expected a finite number")])
+def test_config_refuses_what_cannot_work(bad, why):
+    with pytest.raises(InputError, match=why): Tea(**bad)
+    if set(bad) & {"degrees", "sugar", "leaf"} and None not in bad.values():
+        with pytest.raises(InputError, match=why): override(Tea(), bad)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float32("nan")])
+@pytest.mark.parametrize("field", ["degrees", "minutes", "sugar"])
+def test_config_takes_finite_numbers_only(field, value):
+    with pytest.raises(InputError, match=f"{field}="): Tea(**{field: value})

@@ -1,5 +1,7 @@
 "Fine-tuning: episodes that are fair, a loss that is the formula, a training that resumes to the bit"
+import dataclasses
 import json
+import math
 
 import numpy as np
 import pandas as pd
@@ -14,7 +16,9 @@ from freerep.finetuning import (FREEZABLE, EpisodeBatches, EpisodeTable, Finetun
                                 example_vectors, finetune, load_finetuned, look_through, mask_losses, ranked_others)
 from freerep.learner import Callback
 from freerep.phantom import write_phantoms
+from freerep.pretraining import load_run
 from freerep.segmenter import Prediction, load_segmenter
+from freerep.time_contrast import load_retriever
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +281,12 @@ def test_bad_settings(changes, words):
     with pytest.raises(InputError, match=words): FinetuneConfig(**changes)
 
 
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(FinetuneConfig) if isinstance(f.default, (int, float)) and not isinstance(f.default, bool)] + ["steps", "image_size"])
+def test_numbers_are_finite(field):
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(InputError, match=f"{field}="): FinetuneConfig(**{field: value})
+
+
 def test_freezable_parts_exist():
     model = load_segmenter("nano", device="cpu").model
     for part in FREEZABLE: assert any(True for _ in model.get_submodule(part).parameters())
@@ -339,6 +349,17 @@ def test_resume_refuses_another_training(examples, whole, tmp_path):
     with pytest.raises(InputError, match="exists already"): finetune(examples, TINY, out=whole.path)
     assert weights(whole) == before
     assert weights(go(cfg=override(TINY, ["save_minutes=3", "workers=1"]))) == before      # nothing is left to do, and these two settings may change
+
+
+def test_a_run_of_another_kind_is_named(examples, whole, tmp_path):
+    with pytest.raises(InputError, match="holds a run of `freerep finetune`: expected one of `freerep train`"): load_run(whole.path)
+    with pytest.raises(InputError, match="holds a run of `freerep finetune`: expected one of `freerep retriever` or"): load_retriever(whole.path)
+    with pytest.raises(InputError, match="is a file: expected the folder of a run of `freerep finetune`"): load_finetuned(whole.path/"last.safetensors")
+    (tmp_path/"run").mkdir()
+    with pytest.raises(InputError, match="holds no run: .*`freerep finetune`"): load_finetuned(tmp_path/"run")
+    (tmp_path/"run"/"config.json").write_text(json.dumps({**json.loads((whole.path/"config.json").read_text()), "kind": "pretrain"}))
+    with pytest.raises(InputError, match="holds a run of `freerep train`: expected one of `freerep finetune`"): load_finetuned(tmp_path/"run")
+    with pytest.raises(InputError, match="holds a run of `freerep train`"): finetune(examples, TINY, out=tmp_path/"run", resume=True)
 
 
 def test_frozen_parts_and_the_given_segmenter_stay(examples, tmp_path):

@@ -86,6 +86,12 @@ def test_settings_that_cannot_work(bad, why):
     with pytest.raises(InputError, match=why): PretrainConfig(**bad)
 
 
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(PretrainConfig) if isinstance(f.default, (int, float)) and not isinstance(f.default, bool)] + ["steps", "n_frames"])
+def test_numbers_are_finite(field):
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(InputError, match=f"{field}="): PretrainConfig(**{field: value})
+
+
 @pytest.mark.parametrize("bad", [dict(bags=1), dict(kappa=0), dict(tmin=0.), dict(scale=(0., 1.)), dict(length=0), dict(stride=0), dict(heads=3), dict(weights="missing.pth"), dict(weights="imagenet")])
 def test_wrong_settings_leave_nothing_behind(frames, tmp_path, bad):
     with pytest.raises(InputError): pretrain(frames, config(**bad), out=tmp_path/"run")
@@ -395,6 +401,31 @@ def test_full_disk(frames, tmp_path, monkeypatch, name):
     assert not (tmp_path/"a"/name).exists() and not list((tmp_path/"a").rglob("*.tmp"))
     pretrain(frames, config(), out=tmp_path/"a", resume=True), pretrain(frames, config(), out=tmp_path/"b")
     same_run(tmp_path/"a", tmp_path/"b")
+
+
+@pytest.mark.parametrize("kind", ["retriever", "finetune"])
+def test_a_run_of_another_kind_is_named(frames, tmp_path, kind):
+    run = pretrain(frames, config(epochs=0), out=tmp_path/"a")
+    facts = {**read_json(run.path/"config.json"), "kind": kind}
+    freerep.core.write_json(facts, run.path/"config.json")
+    said = f"holds a run of `freerep {kind}`: expected one of `freerep train`"
+    with pytest.raises(InputError, match=said): load_run(run.path)
+    with pytest.raises(InputError, match=said): pretrain(frames, config(epochs=0), out=run.path, resume=True)
+    assert read_json(run.path/"config.json") == facts
+    freerep.core.write_json({**facts, "kind": "cake"}, run.path/"config.json")
+    with pytest.raises(InputError, match="does not describe a run of `freerep train`"): load_run(run.path)
+
+
+def test_what_decides_a_run():
+    "Settings, counts and fingerprints do; where the data lie and what they are called, when to save, device and versions do not"
+    old = dict(kind="x", config=dict(lr=.1, scale=(.1, 1.), workers=1), data=dict(images=4, fingerprint="ab", path="/a", names={1: "a"}), teacher=dict(name="n", fingerprint="cd"), by="me",
+               processes=1, device="cpu", versions=dict(torch="1"))
+    stored, compare = json.loads(json.dumps(old)), lambda **kw: P._compare("runs/a", stored, {**old, **kw})
+    compare(), compare(device="cuda", config={**old["config"], "workers": 9}, data={**old["data"], "path": "/b", "names": {}})
+    for change, why in ((dict(config={**old["config"], "lr": .2}), "begun with lr=0.1, and now lr=0.2"), (dict(config={**old["config"], "scale": (.2, 1.)}), "scale="), (dict(processes=2), "processes=1"),
+                        (dict(data={**old["data"], "images": 5}), "data images=4, and now data images=5"), (dict(data={**old["data"], "fingerprint": "x"}), "data fingerprint=ab"),
+                        (dict(teacher=dict(name="n", fingerprint="x")), "teacher fingerprint=cd"), (dict(by="you"), "by=me, and now by=you")):
+        with pytest.raises(InputError, match=why): compare(**change)
 
 
 def test_load_run_refuses(frames, begun, tmp_path):

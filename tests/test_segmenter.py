@@ -548,6 +548,20 @@ def test_track_equals_propagation(tmp_path, seed, n, keys, o, scale):
             assert torch.allclose(recent[t].maskmem.float(), torch.cat([x["maskmem_features"] for x in official]).float(), atol=.05, rtol=.02)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_track_towards_the_first_keyframe(reverse):
+    "A frame that has no pointer in its reach, only keyframes ahead of it, sees the same in bfloat16 and float32 memories"
+    segmenter, images, masks = shaken(seed=4, present=2.), pictures(4, 3), discs(4, 2, 2, absent=0)
+    at = (2, 3) if reverse else (8, 9)
+    memories = [segmenter.remember(segmenter.encode(images[i:i + 1]), masks[i]) for i in range(2)]
+    assert memories[0].maskmem.dtype == torch.bfloat16
+    go = lambda ms, **kw: segmenter.track(segmenter.encode(images[2:]), frame=5, keyframes=dict(zip(at, ms)), recent={}, n_frames=12, reverse=reverse, **kw)[0].candidates
+    exact = [Memory(m.maskmem.float(), m.pointer) for m in memories]
+    assert torch.equal(go(memories), go(exact)) and not torch.allclose(go(memories), go(memories[:1]), atol=1e-3)
+    unseen = [Memory(m.maskmem, m.pointer + 1) for m in memories]
+    assert torch.equal(go(memories), go(unseen))           # no pointer was looked at
+
+
 # ---------------------------------------------------------------- learning
 
 def step_loss(p, target):

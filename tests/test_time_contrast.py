@@ -397,6 +397,12 @@ def test_impossible_settings(kw, said):
     with pytest.raises(InputError, match=said): RetrieverConfig(**kw)
 
 
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(RetrieverConfig) if isinstance(f.default, (int, float)) and not isinstance(f.default, bool)] + ["steps", "positives"])
+def test_numbers_are_finite(field):
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(InputError, match=f"{field}="): RetrieverConfig(**{field: value})
+
+
 # ---- training
 
 TIMING = ["frames_per_s", "seconds"]
@@ -411,7 +417,8 @@ def test_a_run_and_what_it_leaves(trained, scans):
     out = trained.path
     assert {p.name for p in out.iterdir()} == {"config.json", "log.csv", "loss.png", "last.safetensors", "state"}
     facts, log = read_json(out/"config.json"), pd.read_csv(out/"log.csv")
-    assert facts["kind"] == "retriever" and facts["data"]["videos"] == 5 and facts["data"]["frames"] == 80 and facts["data"]["tracklets"] == 5*6
+    assert facts["kind"] == "retriever" and facts["data"]["videos"] == 5 and facts["data"]["frames"] == 80
+    assert set(facts["data"]) == {"videos", "frames", "fingerprint"}
     assert log.step.tolist() == [1, 2, 3, 4] and log.epoch.tolist() == [1, 1, 2, 2] and np.isfinite(log.loss).all()
     again = load_retriever(out)
     assert again.fingerprint == trained.fingerprint
@@ -562,6 +569,15 @@ def test_what_is_no_retriever(trained, tmp_path):
     with pytest.raises(InputError, match="do not fit.*wrong shape"): load_retriever(run)
     (run/"last.safetensors").write_bytes(pickle.dumps(print))
     with pytest.raises(InputError, match="last.safetensors was refused"): load_retriever(run)
+
+
+def test_a_run_of_another_kind_is_named(trained, tmp_path):
+    with pytest.raises(InputError, match="holds a run of `freerep retriever`: expected one of `freerep train`"): load_run(trained.path)
+    run = tmp_path/"run"; run.mkdir()
+    core.write_json({**read_json(trained.path/"config.json"), "kind": "finetune"}, run/"config.json")
+    with pytest.raises(InputError, match="holds a run of `freerep finetune`: expected one of `freerep retriever` or `freerep train`"): load_retriever(run)
+    core.write_json(dict(examples="e", retriever="random", sam2="nano"), run/"config.json")
+    with pytest.raises(InputError, match="does not describe a run"): load_retriever(run)
 
 
 # ---- frozen encoders

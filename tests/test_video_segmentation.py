@@ -1,5 +1,6 @@
 """Keyframes, the walk, what is held, and the whole path: with a stub on thousands of frames, with a small SAM2 on some."""
 import gc
+import json
 import tempfile
 import weakref
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
+from freerep.context import select_context
 from freerep.core import InputError
 from freerep.examples import ArrayQuery, Query, array_examples, open_query
 from freerep.video_segmentation import _follow, _keyframe, choose_keyframes, choose_start, frame_similarity, keep_confident, memory_plan, segment_video, walk
@@ -35,7 +37,7 @@ class Bank:
     def __init__(self, examples, segmenter):
         self.examples, self.segmenter, self.classes, self.retriever, self.kept = examples, segmenter, examples.classes, Small(), {}
         self.vectors = self.retriever.embed([e.image for e in examples])
-    def select(self, image, k, strategy): return np.argsort(self.vectors @ self.retriever.embed([image])[0], kind="stable")[-k:]
+    def select(self, image, k, strategy, seed=0): return np.argsort(self.vectors @ self.retriever.embed([image])[0], kind="stable")[-k:]
     def memory(self, i, classes):
         if i not in self.kept: self.kept[i] = self.segmenter.remember(self.segmenter.encode(self.examples[i].image[None]), np.stack([self.examples[i].labels == c for c in self.classes]))
         return self.kept[i][[list(self.classes).index(c) for c in classes]]
@@ -287,6 +289,27 @@ def test_unreadable_frames_have_no_mask(tmp_path):
 def test_one_frame_is_a_video():
     result = segment_video(stub_bank(), Long(1), k=2)
     assert result.keyframes.tolist() == [0] and result.encodings["frames"] == 1 and len(result.labels) == 1
+
+
+class Drawn(Bank):
+    "Draws contexts as an `ExampleBank` does, and notes them"
+    def select(self, image, k, strategy, seed=0):
+        chosen = select_context(self.retriever.embed([image])[0], self.vectors, k, strategy=strategy, seed=seed)
+        self.drawn.append(sorted(chosen.tolist()))
+        return chosen
+
+
+def test_the_seed_draws_the_context(tmp_path):
+    def drawn(out=None, **kw):
+        bank = stub_bank(7)
+        bank.__class__, bank.drawn = Drawn, []
+        segment_video(bank, Long(30), out, k=3, **kw)
+        return bank.drawn
+    contexts = {seed: drawn(strategy="random", seed=seed) for seed in range(4)}
+    assert len({str(c) for c in contexts.values()}) == 4 and drawn(strategy="random") == contexts[0]
+    assert drawn(tmp_path/"out", strategy="random", seed=3) == contexts[3]
+    assert json.loads((tmp_path/"out"/"result.json").read_text())["settings"]["seed"] == 3
+    assert drawn(strategy="topk", seed=1) == drawn(strategy="topk", seed=2)
 
 
 def test_impossible_settings_are_refused_before_any_work():
