@@ -323,8 +323,8 @@ def make_bank(
     out,                   # the folder to be made
     *,
     retriever="random",    # a run of `freerep retriever` or `freerep train`, or the name of a frozen encoder
-    sam2="tiny",           # nano, tiny, small, base_plus or large
-    checkpoint=None,       # weights of the segmenter: a file, or 'official'
+    sam2=None,             # nano, tiny, small, base_plus or large (default: that of the run given as checkpoint, or tiny)
+    checkpoint=None,       # weights of the segmenter: a file, a run of `freerep finetune`, or 'official'
     image_size=None,       # side of the square that the segmenter sees
     window=None,           # (level, width) of scans (default: as for `open_examples`)
     max_bytes=None,        # of memories kept (default: 16 GiB)
@@ -334,8 +334,8 @@ def make_bank(
     check_free(out, force)
     segmenter = load_segmenter(sam2, checkpoint, image_size=image_size)
     opened = examples if isinstance(examples, Examples) else open_examples(examples, window)
-    config = dict(examples=_place(examples), retriever=_place(retriever), sam2=sam2, checkpoint=_place(checkpoint), image_size=segmenter.image_size,
-                  window=window, max_bytes=max_bytes, segmenter=segmenter.fingerprint, versions=versions())
+    config = dict(examples=_place(examples), retriever=_place(retriever), sam2=segmenter.name, checkpoint=_place(checkpoint), image_size=segmenter.image_size,
+                  window=opened.window, max_bytes=max_bytes, segmenter=segmenter.fingerprint, versions=versions())
     with new_folder(out, force) as tmp:
         bank = ExampleBank(opened, retriever=retriever, segmenter=segmenter, folder=tmp, max_bytes=max_bytes)
         write_json(config, tmp/"config.json")

@@ -126,6 +126,7 @@ def embed(
     made.save(out, force=force)
     print(f"{out}: {len(made)} tracklets, {made.embeddings.shape[1]} numbers each")
 
+# %% ../nbs/50_cli.ipynb #8db641da
 @command
 def search(
     index: str,              # a folder written by `freerep embed`
@@ -162,20 +163,21 @@ def evaluate(
         print(evaluation.metrics_table(found).to_string())
     else: print(json.dumps(found, indent=2))
 
-# %% ../nbs/50_cli.ipynb #8db641da
+# %% ../nbs/50_cli.ipynb #9b40ba1a
 @command
 def bank(
     examples: str,           # images with masks, or scans with labels
     out: str = "",           # folder of the bank
     retriever: str = "random",  # a run of `freerep retriever` or `freerep train`, or dinov2, clip, random
-    sam2: str = "tiny",      # nano, tiny, small, base_plus or large
-    checkpoint: str = None,  # weights of the segmenter: a file, or official
-    image_size: int = None,  # side of the square that the segmenter sees
+    sam2: str = None,        # nano, tiny, small, base_plus or large (default: that of the run given as checkpoint, or tiny)
+    checkpoint: str = None,  # weights of the segmenter: a file, a run of `freerep finetune`, or official
+    image_size: int = None,  # side of the square that the segmenter sees (default: that of the run, or SAM2's)
+    window: str = None,      # LEVEL,WIDTH of scans, examples and queries alike (default: 40,400 for CT, percentiles for others)
     force: bool = False,     # replace OUT if it exists
 ):
     "A bank of examples: their vectors now, their SAM2 memories when they are needed"
     from freerep.bank import make_bank
-    made = make_bank(examples, out, retriever=retriever, sam2=sam2, checkpoint=checkpoint, image_size=image_size, force=force)
+    made = make_bank(examples, out, retriever=retriever, sam2=sam2, checkpoint=checkpoint, image_size=image_size, window=window and window.split(","), force=force)
     print(f"{out}: {len(made.vectors)} examples of {len(made.classes)} classes")
 
 @command
@@ -186,6 +188,7 @@ def segment(
     k: int = 10,             # context images
     strategy: str = "diverse",  # how they are chosen: diverse, topk or random
     gamma: float = None,     # least confidence: of a keyframe in a video (0.5 if not given), of a mask elsewhere (none)
+    absent: str = "empty",   # a class that an example does not show is absent there (empty), or perhaps unlabelled (ignore)
     force: bool = False,     # replace OUT if it exists
 ):
     "Segment from the examples of a bank; several scans or videos get a folder each"
@@ -195,13 +198,14 @@ def segment(
     from freerep.image_segmentation import segment_query
     from freerep.video_segmentation import segment_video
     check_free(out, force)
-    queries, opened = open_queries(query), open_bank(bank)
+    queries, opened, how = open_queries(query), open_bank(bank), dict(k=k, strategy=strategy, absent=absent, force=force)
     for q in queries:
         to = out if len(queries) == 1 else f"{out}/{q.name}"
-        if q.kind == "video": segment_video(opened, q, to, k=k, strategy=strategy, gamma=.5 if gamma is None else gamma, force=force)
-        else: segment_query(opened, q, to, k=k, strategy=strategy, gamma=gamma, force=force)
+        if q.kind == "video": segment_video(opened, q, to, gamma=.5 if gamma is None else gamma, **how)
+        else: segment_query(opened, q, to, gamma=gamma, **how)
         print(f"{to}: masks, confidence.csv, report.html")
 
+# %% ../nbs/50_cli.ipynb #a0b89817
 @command
 def segeval(
     pred: str,               # masks of a prediction: a file or a folder
@@ -220,6 +224,7 @@ def segeval(
         print(metrics.segeval_text(found))
     else: print(json.dumps(found, indent=2, default=str))
 
+# %% ../nbs/50_cli.ipynb #a7c8bc54
 @command
 def retriever(
     source: list[str],       # scans or videos; labels are not needed
@@ -239,8 +244,8 @@ def retriever(
 def finetune(
     examples: str,           # images with masks, or scans with labels
     retriever: str = None,   # a run that finds similar images; without it the context is random
-    out: str = "",           # folder of the run; its last.safetensors is a checkpoint for `freerep bank`
-    checkpoint: str = None,  # weights to begin with: a file, or official (default: those of the preset)
+    out: str = "",           # folder of the run, a checkpoint for `freerep bank`
+    checkpoint: str = None,  # weights to begin with: a file, another run, or official (default: those of the preset)
     preset: str = "paper",   # paper or nano
     set: list[str] = None,   # changes of the preset, as key=value
     resume: bool = False,    # go on where the run in OUT stopped
@@ -253,7 +258,7 @@ def finetune(
     found = load_retriever(retriever) if retriever else None
     begin = {"checkpoint": checkpoint} if checkpoint else {}
     train(examples, override(override(FinetuneConfig(preset=preset), begin), set or []), retriever=found, out=out, resume=resume, force=force)
-    print(f"{out}: trained, the segmenter is {out}/last.safetensors")
+    print(f"{out}: trained; freerep bank ... --checkpoint {out}")
 
 # %% ../nbs/50_cli.ipynb #b39562c9
 @command
@@ -266,13 +271,15 @@ def study(
     retriever: str = None,   # as for `freerep bank`; without it a small one is trained
     finetuned: str = None,   # a run of `freerep finetune`
     image_size: int = None,  # side of the square that the segmenter sees
+    n_context: int = 40,     # scans that context comes from
+    n_test: int = 10,        # scans to segment
     seed: int = 0,           # of the split and the random choices
 ):
     "Tables of a paper, run here and printed beside its numbers"
     from freerep.core import InputError
     from freerep.studies import study_icl, study_text
     if name != "icl": raise InputError(f"{name!r} is not a study: expected icl")
-    print(study_text(study_icl(source, out, checkpoint=checkpoint, sam2=sam2, retriever=retriever, finetuned=finetuned, image_size=image_size, seed=seed)))
+    print(study_text(study_icl(source, out, checkpoint=checkpoint, sam2=sam2, retriever=retriever, finetuned=finetuned, image_size=image_size, n_context=n_context, n_test=n_test, seed=seed)))
 
 # %% ../nbs/50_cli.ipynb #8d38658c
 def _usage():

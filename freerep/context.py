@@ -76,16 +76,17 @@ def cover_classes(
     present,  # (n, o) bool: does image n show class o?
     sim,      # (n,) similarity of each image with the query
 ) -> np.ndarray:  # (k,) int
-    "Exchange as few images as possible until every class that some image shows is shown, or no exchange shows more"
+    "Exchange as few images as possible, never the most similar one, until every class that some image shows is shown, or no exchange shows more"
     picked, present = list(map(int, picked)), np.asarray(present)
+    stays = max(picked, key=lambda i: sim[i])
     while (missing := present.any(0) & ~present[picked].any(0)).any():
         now, best = present[picked].any(0).sum(), None
-        for out in picked:
+        for out in set(picked) - {stays}:
             gain = (present | present[[i for i in picked if i != out]].any(0)).sum(1)
             gain[picked] = 0
             into = np.lexsort((-np.asarray(sim), -gain))[0]
             best = max(best or (0,), (gain[into], sim[into], -sim[out], out, into))
-        if best[0] <= now: break
+        if best is None or best[0] <= now: break
         picked[picked.index(best[3])] = int(best[4])
     return np.array(picked)
 

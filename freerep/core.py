@@ -83,6 +83,7 @@ def new_folder(
     "A temporary folder that becomes `out` when the block ends well. Raises `InputError` if `out` holds something, unless `force`"
     out = Path(out).absolute()
     check_free(out, force)
+    new = [p for p in out.parents if not p.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     tmp = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     os.chmod(tmp, 0o777 & ~_umask())
@@ -94,6 +95,11 @@ def new_folder(
             os.replace(tmp, out)
             shutil.rmtree(old)
         else: os.replace(tmp, out)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        with contextlib.suppress(OSError):      # parents that were made for it go, too, if nothing else came into them
+            for p in new: p.rmdir()
+        raise
     finally: shutil.rmtree(tmp, ignore_errors=True)
 
 def _umask():
@@ -131,7 +137,7 @@ def default_device():
 def versions():
     "Versions and hardware, as stored beside every result"
     known = {}
-    for name in ("freerep", "torch", "torchvision", "numpy", "pandas", "av", "pillow", "faiss-cpu"):
+    for name in ("freerep", "torch", "torchvision", "numpy", "pandas", "av", "pillow", "faiss-cpu", "nibabel", "sam2"):
         with contextlib.suppress(metadata.PackageNotFoundError): known[name] = metadata.version(name)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return dict(python=platform.python_version(), **known, device=device, cores=os.cpu_count(), threads=torch.get_num_threads())

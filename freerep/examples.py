@@ -111,6 +111,9 @@ class Volume:
         self.given, self.modality, self.header = check_window(window), modality, header
         _check_affine(self.path, self.affine)
         self.window = self.given                       # with "auto" it is known after the first read
+    def in_window(self, window):
+        "The same scan, seen in another window"
+        return Volume(self.path, self.name, self.stored_shape, self.affine, self.load, window, self.modality, self.header)
     def __repr__(self): return f"Volume({self.name!r}, {len(self)} slices of {self.size[0]}x{self.size[1]}, stored {self.orientation})"
     @cached_property
     def _canonical(self): return to_slices(np.broadcast_to(np.uint8(0), self.shape), self.affine).shape
@@ -575,8 +578,9 @@ class _Cache:
 
 class Examples:
     "Labelled pictures: `len`, `examples[i]` -> `Example`, `classes` {id: name}, `colours` {id: (r, g, b)}, `volumes` {scan: indices in the order of its slices}, `problems`. Made by `open_examples`"
-    def __init__(self, path, kind, items, classes, colours, problems=()):
+    def __init__(self, path, kind, items, classes, colours, problems=(), window=None):
         self.path, self.kind, self.items, self.classes, self.colours, self.problems = path, kind, list(items), dict(classes), dict(colours), list(problems)
+        self.window = window   # (level, width) that was asked for
         self.volumes = {}
         for i, item in enumerate(self.items):
             if item.group: self.volumes.setdefault(item.group, []).append(i)
@@ -597,7 +601,7 @@ class Examples:
         return frozenset(self.classes if self.items[i].known is None else self.items[i].known)
     def subset(self, indices):
         "Some of the examples, in this order, as `Examples`"
-        return Examples(self.path, self.kind, [self.items[i] for i in indices], self.classes, self.colours, self.problems)
+        return Examples(self.path, self.kind, [self.items[i] for i in indices], self.classes, self.colours, self.problems, self.window)
 
 # %% ../nbs/31_examples.ipynb #9d45fcf7
 class _Picture:
@@ -687,7 +691,7 @@ def _open_scans(path, images, labels, window, all_slices):
     problems += [(p, f"has no image in {images.name}/, left out") for n, p in truths.items() if n not in used]
     flare = max(found, default=0) <= 13 and any("FLARE" in p.name.upper() for p in (path.resolve(), *truths.values()))
     classes, colours, odd = _named(found, (path, labels), FLARE22_CLASSES if flare else None)
-    return Examples(path, "slices", items, classes, colours, _sum_up(problems + odd))
+    return Examples(path, "slices", items, classes, colours, _sum_up(problems + odd), check_window(window))
 
 # %% ../nbs/31_examples.ipynb #34791172
 def _tree(folder):
@@ -954,6 +958,9 @@ class Query:
     def __init__(self, path, name, names): self.path, self.name, self.names, self.broken = path, name, list(names), {}
     def __repr__(self): return f"Query({str(self.path)!r}, {self.kind}, {len(self)} frames)"
     def __len__(self): return len(self.names)
+    def in_window(self, window):
+        "The query in the window of examples, if it is a scan for which none was given"
+        return self
     def items(self):
         "(index, frame) of the frames that can be read; the others are left out, with a note, and kept in `broken` {index: reason}"
         for i in range(len(self)):
@@ -994,6 +1001,7 @@ class VolumeQuery(Query):
     def __init__(self, volume):
         super().__init__(volume.path, volume.name, [f"{volume.name}_{k:03d}" for k in range(len(volume))])
         self.volume = volume
+    def in_window(self, window): return self if window is None or self.volume.given else VolumeQuery(self.volume.in_window(window))
     @cached_property
     def grey(self):
         "(s, h, w) uint8"

@@ -138,7 +138,8 @@ def _open(bank, query, window):
     "The bank and the query, opened if they are paths. Raises `InputError` for a video"
     query = query if isinstance(query, Query) else open_query(query, window)
     if query.kind == "video": raise InputError(f"{query.path} is a video: use segment_video, which carries masks from frame to frame")
-    return bank if isinstance(bank, ExampleBank) else open_bank(bank), query
+    bank = bank if isinstance(bank, ExampleBank) else open_bank(bank)
+    return bank, query.in_window(bank.examples.window)
 
 def segment_query(
     bank,                # an `ExampleBank`, or the folder of one
@@ -149,7 +150,7 @@ def segment_query(
     strategy="diverse",  # how they are chosen: diverse, topk or random
     gamma=None,          # leave out the masks of classes with less confidence
     absent="empty",      # as for `segment_image`
-    window=None,         # (level, width) of a scan (default: as for `open_query`)
+    window=None,         # (level, width) of a scan (default: that of the examples)
     seed=0,              # of the random choice
     force=False,         # replace `out` if it exists?
 ) -> pd.DataFrame:       # frame, class, confidence, name, pixels

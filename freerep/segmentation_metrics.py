@@ -4,7 +4,8 @@
 
 # %% ../nbs/39_segmentation_metrics.ipynb #61a47908
 from __future__ import annotations
-from pathlib import Path
+from collections import Counter
+from pathlib import Path, PurePosixPath
 import numpy as np, pandas as pd
 from .core import InputError, note, progress
 from .examples import (CLASS_FILES, MaskReader, are_examples, fit_mask, is_nifti, open_examples, open_nifti, read_classes,
@@ -77,15 +78,22 @@ def _partner(name, among):
     bare = name.removesuffix("_seg")
     return next((n for n in (name, bare, f"{bare}_seg", f"{bare}_0000") if n in among), None)
 
+def _bare(name): return name.removesuffix("_seg")
+
+def _last(names):
+    "{last part of a name: name} where no other ends like it"
+    ends = [PurePosixPath(_bare(n)).name for n in names]
+    times = Counter(ends)
+    return {e: n for e, n in zip(ends, names) if times[e] == 1}
+
 def _match(preds, truths):
     "(pairs (name, of prediction, of truth), names without prediction, names without truth)"
     if len(preds) == len(truths) == 1: return [(_bare(next(iter(preds))), *preds, *truths)], [], []
-    found = [(n, _partner(n, truths)) for n in preds]
+    mine, theirs = ({n: e for e, n in _last(preds).items()}, _last(truths))   # `freerep segment` gives each of several scans a folder
+    found = [(n, _partner(n, truths) or theirs.get(mine.get(n))) for n in preds]
     pairs = [(_bare(n), n, t) for n, t in found if t is not None]
     used = {t for _, _, t in pairs}
     return pairs, [n for n in truths if n not in used], [n for n, t in found if t is None]
-
-def _bare(name): return name.removesuffix("_seg")
 
 # %% ../nbs/39_segmentation_metrics.ipynb #d0b69e97
 def _read_scans(pred, truth):
@@ -186,6 +194,13 @@ def _check_sides(pred, truth):
     for d in differ: note(d)
     return pairs, dict(without_prediction=no_pred, without_truth=no_truth, problems=differ)
 
+def _check_common(table, problems):
+    "Say so if the two sides number their classes differently"
+    mine, theirs = (sorted(set(table["class"][table[side] > 0].tolist())) for side in ("pred", "truth"))
+    if not mine or not theirs or {*mine} & {*theirs}: return
+    problems.append(f"the prediction shows classes {', '.join(map(str, mine))} and the truth {', '.join(map(str, theirs))}: they have none in common, so every Dice is 0; are they numbered alike?")
+    note(problems[-1])
+
 def segeval(
     pred,          # masks of a prediction: a file (.nii.gz, .png) or a folder of them
     truth,         # the true masks: likewise, or a folder of examples
@@ -201,6 +216,7 @@ def segeval(
         tables.append(overlaps(*both).assign(name=name))
         slices[name] = len(both[0]) if pred.kind == "volumes" else 1
     table = pd.concat(tables, ignore_index=True)
+    _check_common(table, rest["problems"])
     chosen = _chosen_classes(classes, {**pred.classes, **truth.classes}, table["class"].unique().tolist())
     return dict(pred=str(pred.path), truth=str(truth.path), kind=pred.kind, **score_overlaps(table, slices, chosen, volumes=pred.kind == "volumes"), **rest)
 

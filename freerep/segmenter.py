@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np, torch, torch.nn.functional as F
 from fastcore.basics import patch
 from PIL import Image
-from .core import InputError, default_device, load_tensors, note, save_tensors, seeded
+from .core import InputError, default_device, load_tensors, note, read_json, save_tensors, seeded
 
 # %% auto #0
 __all__ = ['Segmenter', 'load_segmenter', 'Features', 'Memory', 'plain_predictor', 'Prediction', 'episode_logits']
@@ -220,15 +220,27 @@ def _device(device):
     try: return torch.zeros(0, device=default_device() if device is None else device).device
     except (RuntimeError, AssertionError) as e: raise InputError(f"device {device!r} can't be used here: {str(e).splitlines()[0]}") from e
 
+def _run_of(checkpoint):
+    "(weights file, name, image size) of a folder written by `freerep finetune`; (checkpoint, None, None) of anything else. Raises `InputError` for another folder"
+    if checkpoint in (None, "official") or not Path(checkpoint).is_dir(): return checkpoint, None, None
+    folder, facts = Path(checkpoint), {}
+    if (folder/"config.json").is_file(): facts = read_json(folder/"config.json")
+    made = facts.get("segmenter") if isinstance(facts, dict) else None
+    if not isinstance(made, dict) or not {"name", "image_size"} <= set(made): raise InputError(f"{folder} holds no run of `freerep finetune`: expected a file of weights, such a run, or 'official'")
+    if not (folder/"last.safetensors").is_file(): raise InputError(f"{folder} has no last.safetensors: nothing was saved yet; go on with --resume")
+    return folder/"last.safetensors", made["name"], made["image_size"]
+
 def load_segmenter(
-    name="tiny",      # nano, tiny, small, base_plus or large
-    checkpoint=None,  # a file, 'official', or None for random weights
+    name=None,        # nano, tiny, small, base_plus or large (default: that of the run given as checkpoint, or tiny)
+    checkpoint=None,  # a file, a run of `freerep finetune`, 'official', or None for random weights
     *,
     device=None,      # default: CUDA, else MPS, else CPU
-    image_size=None,  # side of the square that the model sees, a multiple of 32 (default 1024; nano 64)
+    image_size=None,  # side of the square that the model sees, a multiple of 32 (default: that of the run, or 1024; nano 64)
     seed=0,           # of the random weights
 ) -> Segmenter:
     "Build a segmenter and fill in its weights. Raises `InputError` for an unknown name, a bad size, or a file that is unsafe or does not fit"
+    checkpoint, made, size = _run_of(checkpoint)
+    name, image_size = name or made or "tiny", size if image_size is None else image_size
     if name not in _TRUNKS: raise InputError(f"unknown segmenter {name!r}: the segmenters are {', '.join(_TRUNKS)}")
     side = (_NANO if name == "nano" else _OFFICIAL)["side"] if image_size is None else image_size
     if side != int(side) or side % 32 or side < 64: raise InputError(f"image_size={image_size}: expected a multiple of 32, at least 64")

@@ -86,7 +86,7 @@ def split_scans(
     "Deal scans out (paper B, section 3: 40 and 10). Raises `InputError` if there are too few"
     names = sorted(names)
     if min(n_context, n_test) < 1: raise InputError(f"n_context={n_context}, n_test={n_test}: expected at least 1 of each")
-    if len(names) < n_context + n_test: raise InputError(f"{len(names)} labelled scans are too few for {n_context} with context and {n_test} to test: set n_context and n_test")
+    if len(names) < n_context + n_test: raise InputError(f"{len(names)} labelled scans are too few for {n_context} with context and {n_test} to test: choose fewer with n_context and n_test (--n-context, --n-test)")
     order = rng(seed, "split").permutation(len(names))
     return tuple(sorted(names[i] for i in part) for part in (order[:n_context], order[n_context:n_context + n_test]))
 
@@ -192,7 +192,7 @@ def _organs(source):
     if examples.kind != "slices": raise InputError(f"{source} holds pictures: expected scans in images/ and labels/, as FLARE 2022 has them")
     classes = {i: n for i, n in examples.classes.items() if i in ORGANS}
     if not classes: raise InputError(f"{source} shows none of the organs of the study: expected labels as in FLARE 2022, {', '.join(f'{i} {n}' for i, n in ORGANS.items())}")
-    return Examples(examples.path, examples.kind, examples.items, classes, examples.colours, examples.problems)
+    return Examples(examples.path, examples.kind, examples.items, classes, examples.colours, examples.problems, examples.window)
 
 def _begin(out, facts):
     "Start a study in a folder, or check that the one there is this one"

@@ -320,7 +320,7 @@ def segment_video(
 ) -> VideoResult:
     "Segment a video from a bank of examples (paper B, section 2.3). Raises `InputError` for what cannot be read, or an impossible setting"
     bank = open_bank(bank) if isinstance(bank, (str, Path)) else bank
-    query, ids = _open(query), _check_classes(bank, classes)
+    query, ids = _open(query).in_window(bank.examples.window), _check_classes(bank, classes)
     keep_confident(np.ones((1, 1)), gamma), choose_keyframes([], keyframes, min_distance=min_distance, candidates=candidates)
     settings = dict(k=k, strategy=strategy, absent=absent, keyframes=keyframes, min_distance=min_distance, candidates=candidates, gamma=gamma, max_bytes=max_bytes, seed=seed)
     run = lambda write: _run(bank, query, write, classes={i: bank.classes[i] for i in ids}, **settings)

@@ -105,9 +105,10 @@ def test_coverage_by_trying_every_context(seed, n, o, density):
     shown = lambda p: int(present[list(p)].any(0).sum())
     assert len(set(got.tolist())) == k and shown(got) >= shown(plain)
     most = max(shown(c) for c in itertools.combinations(range(n), k))
-    if k >= o: assert shown(got) == most == int(present.any(0).sum())
-    # no single exchange can show more
-    assert all(shown(set(got.tolist()) - {a} | {b}) <= shown(got) for a in got.tolist() for b in range(n))
+    if k > o: assert shown(got) == most == int(present.any(0).sum())
+    # the best match stays, and no single exchange of another can show more
+    assert got[-1] == plain[-1] and got[-1] == similarity(query, bank).argmax()
+    assert all(shown(set(got.tolist()) - {a} | {b}) <= shown(got) for a in got.tolist()[:-1] for b in range(n))
     # what already shows everything is left alone
     if shown(plain) == int(present.any(0).sum()): assert got.tolist() == plain.tolist()
     assert select_context(query, bank, k, strategy="topk", present=present, cover=False).tolist() == plain.tolist()

@@ -43,6 +43,17 @@ def test_new_folder_appears_whole_or_not(tmp_path, made):
     assert os.listdir(out) == ["a"] and os.listdir(tmp_path) == ["run"]
 
 
+def test_new_folder_takes_its_parents_back(tmp_path):
+    "Those that it made, unless something else has come into them"
+    (tmp_path/"mine").mkdir()
+    for other in (False, True):
+        with pytest.raises(ZeroDivisionError):
+            with new_folder(tmp_path/"mine"/"a"/"b"/"run") as tmp:
+                if other: (tmp_path/"mine"/"a"/"x").write_text("x")
+                1/0
+        assert [p.name for p in tmp_path.rglob("*")] == (["mine", "a", "x"] if other else ["mine"])
+
+
 def test_what_a_user_made_is_kept(tmp_path):
     (tmp_path/"out").mkdir()
     (tmp_path/"out/mine.txt").write_text("mine")

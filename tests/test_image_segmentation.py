@@ -16,7 +16,7 @@ from PIL import Image
 from freerep.bank import ExampleBank, make_bank
 from freerep.core import InputError
 from freerep.examples import ArrayQuery, array_examples, open_examples, open_query, save_mask
-from freerep.image_segmentation import confidence_of, label_map, segment_image, segment_query
+from freerep.image_segmentation import Result, confidence_of, label_map, segment_image, segment_query
 from freerep.segmenter import Features, Memory, Prediction, load_segmenter, plain_predictor
 
 pytestmark = pytest.mark.skipif(find_spec("sam2") is None, reason="the package sam2 is not installed")
@@ -340,6 +340,26 @@ def test_orientation_changes_nothing_for_a_network(tmp_path):
         segment_query(bank, tmp_path/f"{axes}.nii.gz", tmp_path/axes)
         found[axes] = np.asarray(turned(nib.load(tmp_path/axes/f"{axes}_seg.nii.gz"), "LPS").dataobj)
     assert found["LPS"].any() and all(np.array_equal(f, found["LPS"]) for f in found.values())
+
+
+def test_a_query_is_seen_in_the_window_of_the_examples(tmp_path, monkeypatch):
+    "Unless it has one of its own; a picture has none"
+    r, seen = np.random.default_rng(0), []
+    for kind in ("images", "labels"): (tmp_path/"scans"/kind).mkdir(parents=True)
+    labels = np.zeros((24, 20, 4), np.uint8); labels[4:12, 5:15] = 1
+    for i in range(2):
+        nib.save(nib.Nifti1Image((r.normal(-80, 20, labels.shape) + 200*labels).astype(np.int16), np.eye(4)), tmp_path/f"scans/images/s{i}.nii.gz")
+        nib.save(nib.Nifti1Image(labels, np.eye(4)), tmp_path/f"scans/labels/s{i}.nii.gz")
+    query = tmp_path/"scans/images/s0.nii.gz"
+    keep = lambda bank, image, **kwargs: seen.append(image) or Result(np.zeros(image.shape[:2], np.int32), {1: 0.}, np.arange(2))
+    monkeypatch.setattr("freerep.image_segmentation.segment_image", keep)
+    for examples, asked, expected in (((100, 60), None, (100, 60)), ((100, 60), (0, 500), (0, 500)), (None, None, None)):
+        seen.clear()
+        bank = ExampleBank(open_examples(tmp_path/"scans", examples), retriever=Mean(), segmenter=shaken())
+        segment_query(bank, query, tmp_path/"out", window=asked, force=True)
+        assert np.array_equal(np.stack(seen), np.stack(list(open_query(query, expected).frames)))
+    Image.fromarray(seen[0]).save(tmp_path/"slice.png")
+    segment_query(ExampleBank(open_examples(tmp_path/"scans", (100, 60)), retriever=Mean(), segmenter=shaken()), tmp_path/"slice.png", tmp_path/"out", force=True)
 
 
 def test_real_scan_in_its_own_space(shared_data, tmp_path):

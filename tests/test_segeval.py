@@ -267,3 +267,27 @@ def test_real_scans(shared_data, tmp_path):
     for s, full in zip(got["classes"], perfect["classes"]):
         p, t = worse == s["class"], truth == s["class"]
         assert full["dice_volume"] == full["iou_slice"] == 1 and s["dice_volume"] == pytest.approx(2*(p & t).sum()/(p.sum() + t.sum()))
+
+
+# ---------------------------------------------------------------- what commands leave behind
+
+def test_several_scans_lie_in_folders_of_their_own(tmp_path):
+    "`freerep segment` puts each of several scans into a folder; a name that ends like another is not guessed"
+    p, t = random_labels(20)
+    for n in (2, 3): scan(p, tmp_path/f"p/chaos_{n}/chaos_{n}_seg.nii.gz"), scan(t, tmp_path/f"t/chaos_{n}.nii.gz")
+    result = segeval(tmp_path/"p", tmp_path/"t")
+    assert result["pairs"] == 2 and not result["without_prediction"] and not result["without_truth"]
+    scan(p, tmp_path/"p/other/chaos_3_seg.nii.gz")
+    assert [e["name"] for e in segeval(tmp_path/"p", tmp_path/"t")["each"]] == ["chaos_2/chaos_2"]
+
+
+def test_classes_that_never_meet_are_told(tmp_path, capsys):
+    "A truth whose numbers no prediction has is numbered otherwise; a class that is only missed is no reason to ask"
+    one = np.zeros((12, 12), np.uint8); one[3:9, 3:9] = 1
+    save_mask(one, tmp_path/"p.png", {})
+    Image.fromarray(np.where(one, 255, 0).astype(np.uint8) - np.pad(np.full((1, 6), 244, np.uint8), ((5, 6), (3, 3)))).save(tmp_path/"t.png")
+    problems = segeval(tmp_path/"p.png", tmp_path/"t.png")["problems"]
+    assert "the prediction shows classes 1 and the truth 11, 255" in problems[-1] and "numbered alike" in capsys.readouterr().err
+    for other in (np.zeros_like(one), 2*one + (np.arange(12) > 10)[:, None].astype(np.uint8)):
+        save_mask(other, tmp_path/"q.png", {})
+        assert not segeval(tmp_path/"p.png", tmp_path/"q.png")["problems"]

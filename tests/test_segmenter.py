@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 import freerep.segmenter as module
-from freerep.core import InputError, save_tensors
+from freerep.core import InputError, save_tensors, write_json
 from freerep.segmenter import Memory, Segmenter, episode_logits, load_segmenter, plain_predictor
 
 pytestmark = pytest.mark.skipif(find_spec("sam2") is None, reason="the package sam2 is not installed")
@@ -201,6 +201,22 @@ def test_every_layout_is_read(tmp_path):
     for file in ("0.pt", "1.pt", "2.pt", "3.pt", "4.safetensors"):
         assert load_segmenter("nano", tmp_path/file, device="cpu").fingerprint == segmenter.fingerprint
     assert next(load_segmenter("nano", tmp_path/"half.safetensors", device="cpu").model.parameters()).dtype == torch.float32
+
+
+def test_a_run_of_finetuning_is_a_checkpoint(tmp_path):
+    "Its folder brings weights, name and image size; what is asked for goes before them"
+    segmenter = load_segmenter("nano", device="cpu", seed=9, image_size=96)
+    segmenter.save(tmp_path/"run"/"last.safetensors")
+    write_json(dict(kind="finetune", segmenter=dict(name="nano", image_size=96)), tmp_path/"run"/"config.json")
+    assert load_segmenter(checkpoint=tmp_path/"run", device="cpu").fingerprint == segmenter.fingerprint
+    assert load_segmenter(checkpoint=tmp_path/"run", device="cpu", image_size=64).image_size == 64
+    with pytest.raises(InputError, match="does not fit the model 'tiny'.*checkpoint of 'nano'"): load_segmenter("tiny", tmp_path/"run", device="cpu")
+    (tmp_path/"run"/"last.safetensors").unlink()
+    with pytest.raises(InputError, match="nothing was saved yet"): load_segmenter(checkpoint=tmp_path/"run", device="cpu")
+    for content in ({}, [], {"segmenter": "nano"}, {"kind": "pretrain"}):
+        write_json(content, tmp_path/"run"/"config.json")
+        with pytest.raises(InputError, match="holds no run of `freerep finetune`"): load_segmenter(checkpoint=tmp_path/"run", device="cpu")
+    with pytest.raises(InputError, match="holds no run"): load_segmenter("nano", tmp_path, device="cpu")
 
 
 def test_what_does_not_fit_is_named_at_once(tmp_path):
