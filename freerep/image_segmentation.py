@@ -69,8 +69,8 @@ def segment_image(
     _check_gamma(gamma)
     image = _as_picture(image, "image")
     context = bank.select(image, k, strategy, seed=seed) if context is None else np.asarray(context)
-    seg, size = bank.segmenter, image.shape[:2]
-    p = seg.segment(seg.encode(image[None]), bank.memories(context), use=bank.counts(context, absent=absent))
+    seg, size, use = bank.segmenter, image.shape[:2], bank.counts(context, absent=absent)
+    p = seg.segment(seg.encode(image[None]), bank.memories(context), use=use)
     confidence = dict(zip(bank.ids, confidence_of(p).tolist()))
     sure = [o for o, c in enumerate(confidence.values()) if gamma is None or c >= gamma]
     labels = label_map(seg, p.logits[sure], [bank.ids[o] for o in sure], size)
