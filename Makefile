@@ -24,7 +24,7 @@ demo: .venv/installed
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -q tests/test_project.py
 	OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/nbdev_test --n_workers 2 --timing
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests --ignore tests/test_project.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests --ignore tests/test_project.py --numprocesses 2 --dist loadfile
 
 # after editing a notebook: export it, clean it, rebuild the README
 notebooks: .venv/installed-dev

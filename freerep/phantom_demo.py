@@ -40,7 +40,7 @@ class SegmentationSize:
     queries: int = 72           # held-out slices to segment
     k: int = 5                  # context slices of each
 
-QUICK_SEGMENTATION = SegmentationSize(train=10, test=3, retriever_steps=30, steps=200, queries=24)
+QUICK_SEGMENTATION = SegmentationSize(train=16, test=3, retriever_steps=30, steps=300, queries=24)
 
 def retriever_config(
     size: SegmentationSize,  # gives the steps

@@ -205,13 +205,3 @@ def test_dice_per_scan_is_that_of_the_whole_scan(seed):
 def test_quick_is_smaller():
     quick, full = vars(QUICK_SEGMENTATION), vars(SegmentationSize())
     assert all(quick[k] <= full[k] for k in full) and 5 <= quick["k"] <= 10 and 5 <= full["k"] <= 10
-
-
-def test_it_learns(tmp_path):
-    "The quick demo: held-out slices are segmented from their context, masks are read and not known by heart, similar context helps, and confidence goes with Dice"
-    metrics = segmentation_demo(tmp_path/"demo", seed=100, quick=True)
-    found = {row: metrics["segmentation"][row]["dice"] for row in ROWS}
-    assert found["after"] >= .5
-    assert found["after"] >= .25 + max(found["before"], found["wrong_context"])
-    assert found["after"] >= found["random_context"]
-    assert metrics["confidence_correlation"] > .3
