@@ -1,7 +1,6 @@
 # `make demo` and `make test` do all the set-up themselves; Python 3.10-3.12 and pip are all they need.
 PYTHON ?= python3
 BIN := .venv/bin
-export OMP_WAIT_POLICY := passive
 
 .PHONY: demo test notebooks readme clean
 
