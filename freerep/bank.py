@@ -294,11 +294,12 @@ def select(
     strategy="diverse",  # diverse, topk or random
     *,
     seed=0,              # of the random choice
+    cover=False,         # exchange examples until each class is shown, where possible?
 ):
     "Indices of the examples that are context for a query, the best match last. Raises `InputError` for an unknown strategy or k < 1"
     query = np.asarray(query)
     vector = self.embed(query) if query.ndim == 3 else query
-    return np.asarray(select_context(vector, self.vectors, k, strategy=strategy, seed=seed, present=self.present))
+    return np.asarray(select_context(vector, self.vectors, k, strategy=strategy, seed=seed, present=self.present if cover else None))
 
 @patch
 def counts(
@@ -331,7 +332,7 @@ def make_bank(
     force=False,           # replace `out` if it exists?
 ) -> ExampleBank:
     "Make a bank on disk: config.json, examples.json, vectors.npy, memories/. Raises `InputError` if `out` exists or something does not fit"
-    check_free(out, force)
+    check_folder(out, force)
     segmenter = load_segmenter(sam2, checkpoint, image_size=image_size)
     opened = examples if isinstance(examples, Examples) else open_examples(examples, window)
     config = dict(examples=_place(examples), retriever=_place(retriever), sam2=segmenter.name, checkpoint=_place(checkpoint), image_size=segmenter.image_size,
@@ -339,6 +340,7 @@ def make_bank(
     with new_folder(out, force) as tmp:
         bank = ExampleBank(opened, retriever=retriever, segmenter=segmenter, folder=tmp, max_bytes=max_bytes)
         write_json(config, tmp/"config.json")
+        (tmp/"memories").mkdir(exist_ok=True)
     bank.folder = Path(out).absolute()
     bank.shelf.folder = bank.folder/"memories"
     return bank

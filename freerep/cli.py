@@ -117,11 +117,11 @@ def embed(
     force: bool = False,     # replace OUT if it exists
 ):
     "Embed every tracklet of a source"
-    from freerep.core import check_free
+    from freerep.core import check_folder
     from freerep import index
     from freerep.pretraining import load_run
     from freerep.sources import open_source
-    check_free(out, force)
+    check_folder(out, force)
     made = index.embed(open_source(source), load_run(run), boxes=boxes)
     made.save(out, force=force)
     print(f"{out}: {len(made)} tracklets, {made.embeddings.shape[1]} numbers each")
@@ -177,7 +177,7 @@ def bank(
 ):
     "A bank of examples: their vectors now, their SAM2 memories when they are needed"
     from freerep.bank import make_bank
-    made = make_bank(examples, out, retriever=retriever, sam2=sam2, checkpoint=checkpoint, image_size=image_size, window=window and window.split(","), force=force)
+    made = make_bank(examples, out, retriever=retriever, sam2=sam2, checkpoint=checkpoint, image_size=image_size, window=window if window in (None, "auto") else window.split(","), force=force)
     print(f"{out}: {len(made.vectors)} examples of {len(made.classes)} classes")
 
 @command
@@ -188,22 +188,34 @@ def segment(
     k: int = 10,             # context images
     strategy: str = "diverse",  # how they are chosen: diverse, topk or random
     gamma: float = None,     # least confidence: of a keyframe in a video (0.5 if not given), of a mask elsewhere (none)
+    cover: bool = False,     # exchange context until each class is shown, where possible
+    video: bool = False,     # carry masks from frame to frame, as in a video, through a scan or a folder of frames too
+    seed: int = 0,           # of the random choice
     absent: str = "empty",   # a class that an example does not show is absent there (empty), or perhaps unlabelled (ignore)
     force: bool = False,     # replace OUT if it exists
 ):
     "Segment from the examples of a bank; several scans or videos get a folder each"
     from freerep.bank import open_bank
-    from freerep.core import check_free
+    from freerep.core import InputError, check_folder, check_free, note
     from freerep.examples import open_queries
     from freerep.image_segmentation import segment_query
     from freerep.video_segmentation import segment_video
-    check_free(out, force)
-    queries, opened, how = open_queries(query), open_bank(bank), dict(k=k, strategy=strategy, absent=absent, force=force)
+    queries, opened, failed = open_queries(query), open_bank(bank), []
+    (check_folder if len(queries) == 1 else check_free)(out, force)
+    names = [q.name for q in queries]
+    twice = [n for n in names if names.count(n) > 1]
+    if twice: raise InputError(f"{query} holds several scans or videos called {twice[0]}: their results would get one folder; rename them")
     for q in queries:
         to = out if len(queries) == 1 else f"{out}/{q.name}"
-        if q.kind == "video": segment_video(opened, q, to, gamma=.5 if gamma is None else gamma, **how)
-        else: segment_query(opened, q, to, gamma=gamma, **how)
-        print(f"{to}: masks, confidence.csv, report.html")
+        try:
+            if video or q.kind == "video": segment_video(opened, q.path if q.kind == "images" else q, to, k=k, strategy=strategy, gamma=.5 if gamma is None else gamma, absent=absent, cover=cover, seed=seed, force=force)
+            else: segment_query(opened, q, to, k=k, strategy=strategy, gamma=gamma, absent=absent, cover=cover, seed=seed, force=force)
+        except InputError as e:
+            if len(queries) == 1: raise
+            note(f"{q.path}: {e}")
+            failed.append(q.name)
+        else: print(f"{to}: masks, confidence.csv, report.html")
+    if failed: raise InputError(f"{len(failed)} of {len(queries)} could not be segmented, see above: {', '.join(failed)}")
 
 # %% ../nbs/50_cli.ipynb #a0b89817
 @command

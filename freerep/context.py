@@ -120,8 +120,7 @@ def select_context(
     lam=.7,              # diverse: what similarity to an earlier pick costs
     pool=None,           # diverse: choose among so many most similar images (default: 5*k)
     seed=0,              # random: one seed, one draw
-    present=None,        # (n, o) bool: does image n show class o, of those wanted?
-    cover=True,          # if `present` is given: exchange images until each class is shown, where possible
+    present=None,        # (n, o) bool: does image n show class o? If given, images are exchanged until each class is shown, where possible
 ) -> np.ndarray:         # (min(k, n),) int, from least to most similar
     "The images to show with a query (paper B, sections 2.3 and 3.1). Raises `InputError` on wrong shapes or settings"
     _check(k, strategy, lam, pool)
@@ -130,7 +129,7 @@ def select_context(
     if strategy == "topk": picked = top_context(sim, k)
     elif strategy == "random": picked = random_context(len(sim), k, seed)
     else: picked = diverse_context(query, bank, k, lam=lam, pool=pool)
-    if present is not None and cover: picked = _covered(picked, _check_present(present, len(sim)), sim)
+    if present is not None: picked = _covered(picked, _check_present(present, len(sim)), sim)
     return np.sort(picked)[np.argsort(-sim[np.sort(picked)], kind="stable")][::-1]
 
 def _covered(picked, present, sim):

@@ -11,8 +11,9 @@ import numpy as np, pandas as pd, torch
 from safetensors.torch import load_file, save_file
 
 # %% auto #0
-__all__ = ['InputError', 'atomic_path', 'write_json', 'read_json', 'write_csv', 'check_free', 'new_folder', 'rng', 'seeded',
-           'default_device', 'versions', 'save_tensors', 'load_tensors', 'override', 'Config', 'note', 'progress']
+__all__ = ['InputError', 'atomic_path', 'write_json', 'read_json', 'write_csv', 'check_free', 'written_here', 'list_written',
+           'check_folder', 'new_folder', 'rng', 'seeded', 'default_device', 'versions', 'save_tensors', 'load_tensors',
+           'override', 'Config', 'note', 'progress']
 
 # %% ../nbs/00_core.ipynb #4350671c
 class InputError(ValueError):
@@ -75,20 +76,50 @@ def check_free(
     if force or not out.exists() or (out.is_dir() and not any(out.iterdir())): return
     raise InputError(f"{out} exists already: choose another name, or say --force to replace it")
 
+_LIST = ".freerep"
+
+def written_here(
+    out,  # a folder
+):
+    "The names in a folder that `list_written` noted down, a set"
+    file = Path(out)/_LIST
+    return set(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else set()
+
+def list_written(
+    out,    # a folder
+    names,  # of files and folders in it that are ours
+):
+    "Note down what may be replaced with `--force`"
+    with atomic_path(Path(out)/_LIST) as tmp: tmp.write_text("\n".join(sorted(names)), encoding="utf-8")
+
+def check_folder(
+    out,          # the folder to be made
+    force=False,  # replace it if it exists?
+):
+    "`check_free` for a folder that is replaced as a whole. Raises `InputError` if it holds something, with `force` if it holds something else than `new_folder` left there"
+    out = Path(out)
+    check_free(out, force)
+    if not out.exists(): return
+    if not out.is_dir(): raise InputError(f"{out} is a file: expected the name of a folder to be made")
+    others = sorted({p.name for p in out.iterdir()} - {*written_here(out), _LIST})
+    if others: raise InputError(f"{out} holds {others[0]}{f' and {len(others) - 1} more things' if len(others) > 1 else ''} not written by this command: --force does not delete that; choose another name")
+
 @contextlib.contextmanager
 def new_folder(
     out,          # the folder to be made
     force=False,  # replace it if it exists?
 ):
-    "A temporary folder that becomes `out` when the block ends well. Raises `InputError` if `out` holds something, unless `force`"
+    "A temporary folder that becomes `out` when the block ends well. Raises `InputError` as `check_folder` does"
     out = Path(out).absolute()
-    check_free(out, force)
+    check_folder(out, force)
     new = [p for p in out.parents if not p.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     tmp = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     os.chmod(tmp, 0o777 & ~_umask())
     try:
         yield tmp
+        list_written(tmp, [p.name for p in tmp.iterdir()])
+        check_folder(out, force)
         if out.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
             os.replace(out, old/out.name)

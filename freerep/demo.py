@@ -125,11 +125,15 @@ def retrieval_demo(
 # %% ../nbs/42_demo.ipynb #67f28bbb
 DEMO_PARTS = dict(retrieval=(retrieval_demo, retrieval_section, retrieval_table), segmentation=(segmentation_demo, segmentation_section, segmentation_table))
 
+_WRITTEN = ("metrics.json", "report.html", *RETRIEVAL_PARTS, *SEGMENTATION_PARTS)
+
 def _clear(out):
-    "Remove what an earlier demo left in its folder, and nothing else"
-    for name in ("metrics.json", "report.html", *RETRIEVAL_PARTS, *SEGMENTATION_PARTS):
-        path = Path(out)/name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    "Remove what an earlier demo left in its folder, and nothing else. Raises `InputError` if something of that name is not a demo's"
+    there = [n for n in _WRITTEN if (out/n).exists()]
+    others = [n for n in there if n not in written_here(out)]
+    if others: raise InputError(f"{out} holds {', '.join(others)}, not written by a demo: --force does not delete that; choose another folder")
+    for path in (out/n for n in there): shutil.rmtree(path) if path.is_dir() else path.unlink()
+    list_written(out, _WRITTEN)
 
 def _parts(only):
     "The parts to run. Raises `InputError` on an unknown one"

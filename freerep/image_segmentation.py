@@ -64,11 +64,12 @@ def segment_image(
     context=None,        # (k,) indices of examples to take instead
     logits=False,        # return them, too?
     seed=0,              # of the random choice
+    cover=False,         # exchange context until each class is shown, where possible?
 ) -> Result:
     "Segment an image from the examples of a bank. Raises `InputError` if the image or an argument is not as described"
     _check_gamma(gamma)
     image = _as_picture(image, "image")
-    context = bank.select(image, k, strategy, seed=seed) if context is None else np.asarray(context)
+    context = bank.select(image, k, strategy, seed=seed, cover=cover) if context is None else np.asarray(context)
     seg, size, use = bank.segmenter, image.shape[:2], bank.counts(context, absent=absent)
     p = seg.segment(seg.encode(image[None]), bank.memories(context), use=use)
     confidence = dict(zip(bank.ids, confidence_of(p).tolist()))
@@ -152,22 +153,23 @@ def segment_query(
     absent="empty",      # as for `segment_image`
     window=None,         # (level, width) of a scan (default: that of the examples)
     seed=0,              # of the random choice
+    cover=False,         # exchange context until each class is shown, where possible?
     force=False,         # replace `out` if it exists?
 ) -> pd.DataFrame:       # frame, class, confidence, name, pixels
     "Segment pictures or a scan and write what came out. Raises `InputError` if `out` exists, or for what cannot be segmented"
-    check_free(out, force)
+    check_folder(out, force)
     _check_gamma(gamma)
     bank, query = _open(bank, query, window)
     shown, rows, blocks = set(np.linspace(0, len(query) - 1, min(_SHOWN, len(query))).round().astype(int).tolist()), [], []
     with new_folder(out, force) as folder:
         with query.writer(folder, bank.classes, bank.examples.colours) as writer:
             for i, image in progress(query.items(), len(query), query.name):
-                result = segment_image(bank, image, k=k, strategy=strategy, absent=absent, gamma=gamma, seed=seed)
+                result = segment_image(bank, image, k=k, strategy=strategy, absent=absent, gamma=gamma, seed=seed, cover=cover)
                 writer.write(i, result.labels)
                 rows += _rows(query.names[i], result, bank.classes)
                 if i in shown: blocks.append(_frame_block(bank, query.names[i], image, result))
         table = pd.DataFrame(rows, columns=["frame", "class", "confidence", "name", "pixels"])
-        how = f"Context: {k} examples, {strategy}; a class that an example does not show counts as {'absent' if absent == 'empty' else 'unlabelled'} there" + (f"; masks below a confidence of {gamma:g} are left out." if gamma is not None else ".")
+        how = f"Context: {k} examples, {strategy}{', exchanged until each class is shown' if cover else ''}; a class that an example does not show counts as {'absent' if absent == 'empty' else 'unlabelled'} there" + (f"; masks below a confidence of {gamma:g} are left out." if gamma is not None else ".")
         write_csv(table, folder/"confidence.csv")
         write_page(segmentation_page(bank, query, table, blocks, how), folder/"report.html")
     if query.broken: note(f"{query.path}: {len(query.broken)} of {len(query)} frames could not be read and have no mask: {', '.join(query.names[i] for i in query.broken)}")

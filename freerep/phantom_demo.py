@@ -24,8 +24,8 @@ from .segmentation_metrics import dice, overlaps
 
 # %% auto #0
 __all__ = ['QUICK_SEGMENTATION', 'SEGMENTATION_PARTS', 'SegmentationSize', 'retriever_config', 'segmenter_config', 'mistaken',
-           'spread', 'choose_contexts', 'from_bank', 'copied', 'score_answers', 'rank_correlation', 'demo_answers',
-           'summarise', 'segmentation_table', 'segmentation_section', 'demo_stage', 'segmentation_demo']
+           'spread', 'choose_contexts', 'from_bank', 'answered_once', 'copied', 'score_answers', 'rank_correlation',
+           'demo_answers', 'summarise', 'segmentation_table', 'segmentation_section', 'demo_stage', 'segmentation_demo']
 
 # %% ../nbs/41_phantom_demo.ipynb #8b77f421
 @dataclass(frozen=True)
@@ -65,8 +65,10 @@ def mistaken(
     if len(ids) < 2: raise InputError(f"{examples.path}: expected at least two classes to exchange, got {len(ids)}")
     turned = np.zeros(max(ids) + 1, int)
     turned[ids] = np.roll(ids, -1)
-    return array_examples([e.image for e in examples], [turned[e.labels] for e in examples], names=examples.names, classes=examples.classes,
+    made = array_examples([e.image for e in examples], [turned[e.labels] for e in examples], names=examples.names, classes=examples.classes,
                           known=[frozenset(turned[list(examples.known(i))].tolist()) for i in range(len(examples))])
+    made.volumes, made.colours = examples.volumes, examples.colours
+    return made
 
 # %% ../nbs/41_phantom_demo.ipynb #dd790c3a
 def spread(
@@ -94,6 +96,17 @@ def from_bank(
         result = segment_image(bank, image, context=context)
         return result.labels, result.confidence
     return answer
+
+def answered_once(
+    answer,  # answer(image, context)
+):
+    "The same answers; a picture that comes again, with the same context, is not segmented again"
+    known = {}
+    def again(image, context):
+        key = image.tobytes(), tuple(map(int, context))
+        if key not in known: known[key] = answer(image, context)
+        return known[key]
+    return again
 
 def copied(
     bank,  # an `ExampleBank`
@@ -139,11 +152,12 @@ def demo_answers(
     at,       # indices of those to segment
     k,        # context slices
 ):
-    "{row: (contexts, answer)}"
+    "{row: (queries with their truth, contexts, answer)}"
     near, other = choose_contexts(bank, queries, at, k), choose_contexts(bank, queries, at, k, "random")
     beside = lambda examples, segmenter: from_bank(ExampleBank(examples, retriever=bank.retriever, segmenter=segmenter))
-    return dict(before=(near, beside(bank.examples, before)), copied=(near, copied(bank)), wrong_context=(near, beside(mistaken(bank.examples), bank.segmenter)),
-                random_context=(other, from_bank(bank)), after=(near, from_bank(bank)))
+    wrong = answered_once(beside(mistaken(bank.examples), bank.segmenter))
+    return dict(before=(queries, near, beside(bank.examples, before)), copied=(queries, near, copied(bank)), wrong_context=(queries, near, wrong), followed=(mistaken(queries), near, wrong),
+                random_context=(queries, other, from_bank(bank)), after=(queries, near, from_bank(bank)))
 
 def _scores(table):
     "Mean Dice per slice and per scan"
@@ -160,7 +174,7 @@ def summarise(
     return {**{row: _scores(t) for row, t in tables.items()}, "per_class": per_class}
 
 # %% ../nbs/41_phantom_demo.ipynb #c4afb7a6
-_NAMES = dict(before="untrained", copied="labels of the most similar slice", wrong_context="trained, wrong masks", random_context="trained, random context", after="trained, retrieved context")
+_NAMES = dict(before="untrained", copied="labels of the most similar slice", wrong_context="trained, wrong masks", followed="... scored against the organs they show", random_context="trained, random context", after="trained, retrieved context")
 _HONEST = ("Synthetic scans and a small segmenter that was trained for minutes from random weights: this shows that the parts work together and that the context is read, "
            "not how well organs of people are segmented. The phantoms segmented here were not trained on.")
 
@@ -223,7 +237,7 @@ def _segment(out, size, run):
     bank = make_bank(out/"phantoms_train", out/"bank", retriever=out/"retriever", sam2=run.name, checkpoint=run.path/"last.safetensors", image_size=run.image_size)
     queries, before = open_examples(out/"phantoms_test"), load_segmenter(run.name, image_size=run.image_size, seed=run.config.seed)
     rows = demo_answers(bank, before, queries, spread(len(queries), size.queries), size.k)
-    tables = {row: score_answers(queries, contexts, answer, out/"segmentation"/row) for row, (contexts, answer) in rows.items()}
+    tables = {row: score_answers(truth, contexts, answer, out/"segmentation"/row) for row, (truth, contexts, answer) in rows.items()}
     write_csv(pd.concat([t.assign(row=row) for row, t in tables.items()], ignore_index=True), out/"segmentation"/"scores.csv")
     return tables, queries.classes
 

@@ -312,7 +312,7 @@ def search_index(
     force=False, # replace `out` if it exists?
 ):
     "The tracklets most alike to any of the queries, as a table; rows that share frames with a query are left out. Raises `InputError` on a wrong query"
-    if out: check_free(out, force)
+    if out: check_folder(out, force)
     index = index if isinstance(index, Index) else Index.load(index)
     searcher = Searcher(index, run=run)
     shots = query_embedding(queries, searcher, box=parse_box(box))

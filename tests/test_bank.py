@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from freerep.bank import ExampleBank, MemoryShelf, content_key, make_bank, memory_key, open_bank
+from freerep.context import random_context
 from freerep.core import InputError, read_json, write_json
 from freerep.examples import array_examples, open_examples, save_mask
 from freerep.segmenter import Memory, load_segmenter
@@ -319,7 +320,7 @@ def test_make_and_open(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = make_bank("examples", "BANK", sam2="nano", retriever="random", max_bytes=10**6)
     memory = made.memory(0)
-    assert {p.name for p in (tmp_path/"BANK").iterdir()} == {"config.json", "examples.json", "vectors.npy", "memories"}
+    assert {p.name for p in (tmp_path/"BANK").iterdir()} == {".freerep", "config.json", "examples.json", "vectors.npy", "memories"}
     v = np.load(tmp_path/"BANK/vectors.npy")
     assert v.dtype == np.float32 and len(v) == 6 and np.allclose(np.linalg.norm(v, axis=1), 1, atol=1e-5)
     monkeypatch.chdir("/")
@@ -408,6 +409,19 @@ def test_examples_that_cannot_be_read_are_left_out(folder, capsys):
 
 def test_no_class_at_all():
     with pytest.raises(InputError, match="no class"): ExampleBank(array_examples([picture(0)[0]], [np.zeros((40, 56), int)]), retriever=Mean(), segmenter=nano())
+
+
+def test_strategies_are_what_they_are_called(tmp_path):
+    "Nothing is exchanged unless somebody asks for every class to be shown"
+    r = np.random.default_rng(0)
+    examples = array_examples(list(r.integers(0, 256, (24, 16, 16, 3), dtype=np.uint8)), [np.full((16, 16), 1 + i % 8) for i in range(24)])
+    bank = ExampleBank(examples, retriever=Mean(), segmenter=nano())
+    for query in r.integers(0, 256, (5, 16, 16, 3), dtype=np.uint8):
+        similar = bank.vectors @ bank.embed(query)
+        assert bank.select(query, 5, "topk").tolist() == np.argsort(similar)[-5:].tolist()
+        assert set(bank.select(query, 5, "random", seed=3).tolist()) == set(random_context(24, 5, 3).tolist())
+        assert bank.select(query, 9, "topk", cover=True).tolist() != bank.select(query, 9, "topk").tolist() or bank.present[bank.select(query, 9, "topk")].any(0).all()
+        assert bank.present[bank.select(query, 9, "topk", cover=True)].any(0).all()
 
 
 def test_select_is_by_similarity_and_takes_vectors_too(folder):

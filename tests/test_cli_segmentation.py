@@ -74,6 +74,36 @@ def test_a_video_and_a_picture(home, tmp_path):
     assert len(pd.read_csv(tmp_path/"c"/"confidence.csv").frame.unique()) == 6 and len(list((tmp_path/"c").rglob("*.png"))) >= 6 and (tmp_path/"c"/"report.html").exists()
 
 
+def test_several_scans_one_of_which_fails(home, tmp_path, capsys):
+    "The others are done, and the status says that something is missing; two of one name are refused before anything is done"
+    folder = tmp_path/"scans"
+    folder.mkdir()
+    scan = next((home/"scans"/"images").iterdir()).read_bytes()
+    (folder/"a.nii.gz").write_bytes(scan); (folder/"c.nii.gz").write_bytes(scan)
+    (folder/"b.nii.gz").write_bytes(scan[:len(scan)//2])
+    assert run("segment", home/"bank", folder, "--k", 2, "--out", tmp_path/"out") == 2
+    err = capsys.readouterr().err
+    assert "1 of 3 could not be segmented" in err and "b.nii.gz" in err and {p.name for p in (tmp_path/"out").iterdir()} == {"a", "c"}
+    (folder/"a_0000.nii.gz").write_bytes(scan)
+    assert run("segment", home/"bank", folder, "--k", 2, "--out", tmp_path/"twice") == 2
+    assert "called a" in capsys.readouterr().err and not (tmp_path/"twice").exists()
+
+
+def test_a_scan_as_a_video(home, tmp_path):
+    "Masks carried from slice to slice, written in the scan's own space all the same"
+    scan = next((home/"scans"/"images").iterdir())
+    assert run("segment", home/"bank", scan, "--video", "--k", 2, "--gamma", 0, "--out", tmp_path/"out") == 0
+    found, given = nib.load(next((tmp_path/"out").rglob("*_seg.nii.gz"))), nib.load(scan)
+    assert found.shape == given.shape and np.allclose(found.affine, given.affine)
+
+
+def test_force_spares_the_examples(home, tmp_path, capsys):
+    "The folder of the examples given as --out by mistake"
+    before = sorted(p for p in (home/"scans").rglob("*"))
+    assert run("segment", home/"bank", next((home/"scans"/"images").iterdir()), "--out", home/"scans"/"labels", "--force") == 2
+    assert "--force does not delete that" in capsys.readouterr().err and sorted(p for p in (home/"scans").rglob("*")) == before
+
+
 def test_absent_is_passed_on(home, tmp_path, monkeypatch):
     "`--absent ignore` reaches the segmentation, and a word that is neither is refused"
     scan = next((home/"scans"/"images").iterdir())

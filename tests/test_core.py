@@ -40,7 +40,22 @@ def test_new_folder_appears_whole_or_not(tmp_path, made):
     assert not os.listdir(tmp_path)
     if made: out.mkdir()
     with new_folder(out) as tmp: (tmp/"a").write_text("a")
-    assert os.listdir(out) == ["a"] and os.listdir(tmp_path) == ["run"]
+    assert sorted(os.listdir(out)) == [".freerep", "a"] and os.listdir(tmp_path) == ["run"]
+
+
+def test_force_replaces_what_we_made_and_nothing_else(tmp_path):
+    "A folder of somebody's pictures, one to which something was added, a file: all stay; our own goes"
+    with new_folder(tmp_path/"ours") as tmp: (tmp/"a").write_text("1"); (tmp/"b").mkdir(); (tmp/"b"/"c").write_text("1")
+    with new_folder(tmp_path/"ours", force=True) as tmp: (tmp/"a").write_text("2")
+    assert sorted(os.listdir(tmp_path/"ours")) == [".freerep", "a"] and (tmp_path/"ours"/"a").read_text() == "2"
+    (tmp_path/"ours"/"notes.txt").write_text("mine")
+    (tmp_path/"theirs").mkdir(); (tmp_path/"theirs"/"picture.png").write_text("mine"); (tmp_path/"file").write_text("mine")
+    for name, why in (("ours", "notes.txt"), ("theirs", "picture.png"), ("file", "is a file")):
+        with pytest.raises(InputError, match=why):
+            with new_folder(tmp_path/name, force=True): raise AssertionError("began to work")
+    with pytest.raises(InputError, match="late.txt"):      # it came while we worked
+        with new_folder(tmp_path/"new", force=True) as tmp: (tmp_path/"new").mkdir(); (tmp_path/"new"/"late.txt").write_text("mine")
+    assert {p.name: p.read_text() for p in tmp_path.rglob("*") if p.is_file() and p.name not in ("a", ".freerep")} == {n: "mine" for n in ("notes.txt", "picture.png", "file", "late.txt")}
 
 
 def test_new_folder_takes_its_parents_back(tmp_path):
@@ -59,7 +74,7 @@ def test_what_a_user_made_is_kept(tmp_path):
     (tmp_path/"out/mine.txt").write_text("mine")
     for bad in (tmp_path/"out", tmp_path/"out/mine.txt"):
         with pytest.raises(InputError, match="exists already"): check_free(bad)
-    with pytest.raises(RuntimeError), new_folder(tmp_path/"out", force=True) as tmp: raise RuntimeError
+    with pytest.raises(InputError, match="mine.txt"), new_folder(tmp_path/"out", force=True): pass
     assert (tmp_path/"out/mine.txt").read_text() == "mine"
 
 

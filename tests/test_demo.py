@@ -21,7 +21,7 @@ def small(monkeypatch):
 def test_both_parts(small, tmp_path):
     out = tmp_path/"demo"
     text = run_demo(out, seed=100)
-    assert {p.name for p in out.iterdir()} == {"metrics.json", "report.html", *RETRIEVAL_PARTS, *SEGMENTATION_PARTS}
+    assert {p.name for p in out.iterdir()} == {".freerep", "metrics.json", "report.html", *RETRIEVAL_PARTS, *SEGMENTATION_PARTS}
     metrics = read_json(out/"metrics.json")
     for row in ("untrained", "trained"): assert {"retrieval", "reid", "few_shot"} <= set(metrics[row])
     assert set(metrics["baselines"]) == {"mean_colour", "thumbnail"}
@@ -44,6 +44,13 @@ def test_one_part_and_once_more(small, tmp_path):
     assert (out/"mine.txt").read_text() == "kept"
     again = read_json(out/"metrics.json")
     assert again["segmentation"] == metrics["segmentation"] and again["confidence_correlation"] == metrics["confidence_correlation"]
+
+
+def test_force_spares_a_folder_that_is_called_like_a_part(small, tmp_path):
+    "Somebody's train/ is not a demo's"
+    (tmp_path/"train").mkdir(); (tmp_path/"train"/"case7.mp4").write_text("mine")
+    with pytest.raises(InputError, match="holds train, not written by a demo"): run_demo(tmp_path, force=True)
+    assert [p.name for p in tmp_path.rglob("*")] == ["train", "case7.mp4"]
 
 
 def test_what_is_missing_is_said_first(small, tmp_path, monkeypatch):

@@ -234,7 +234,7 @@ def test_folder_of_pictures_of_different_sizes(tmp_path):
     csv = pd.read_csv(tmp_path/"out/confidence.csv")
     assert list(csv.columns)[:3] == ["frame", "class", "confidence"] and len(csv) == 6 and csv.frame.tolist() == ["p0"]*2 + ["p1"]*2 + ["p2"]*2
     assert csv.confidence.between(0, 1).all() and np.allclose(csv.confidence, table.confidence) and csv.drop(columns='confidence').astype(str).equals(table.drop(columns='confidence').astype(str)) and (csv["class"].tolist(), csv.name.tolist()) == ([1, 2]*3, ["white", "grey"]*3)
-    assert {p.name for p in (tmp_path/"out").iterdir()} == {"p0.png", "p1.png", "p2.png", "classes.json", "confidence.csv", "report.html"}
+    assert {p.name for p in (tmp_path/"out").iterdir()} == {".freerep", "p0.png", "p1.png", "p2.png", "classes.json", "confidence.csv", "report.html"}
 
 
 def test_report_is_one_file_that_needs_nothing(tmp_path):

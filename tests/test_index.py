@@ -39,7 +39,7 @@ def test_an_index_survives_the_disk_bit_by_bit(tmp_path):
     assert again.embeddings.dtype == np.float32 and np.array_equal(again.embeddings, index.embeddings)
     pd.testing.assert_frame_equal(again.table, index.table, check_exact=True)
     assert again.meta == {"run": "r", "n": 3}
-    assert sorted(p.name for p in (tmp_path/"i").iterdir()) == ["embeddings.npy", "meta.json", "tracklets.csv"]
+    assert sorted(p.name for p in (tmp_path/"i").iterdir()) == [".freerep", "embeddings.npy", "meta.json", "tracklets.csv"]
     assert list(pd.read_csv(tmp_path/"i"/"tracklets.csv").columns) == COLUMNS + ["note"]
     with pytest.raises(InputError, match="exists already"): index.save(tmp_path/"i")
     Index(vectors(2), table(2)).save(tmp_path/"i", force=True)

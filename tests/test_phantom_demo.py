@@ -14,7 +14,7 @@ from freerep.phantom_demo import (QUICK_SEGMENTATION, SEGMENTATION_PARTS, Segmen
 from freerep.segmenter import load_segmenter
 
 SIZE = SegmentationSize(train=4, test=2, slices=12, retriever_steps=2, steps=2, queries=5, k=3)
-ROWS = ("before", "copied", "wrong_context", "random_context", "after")
+ROWS = ("before", "copied", "wrong_context", "followed", "random_context", "after")
 
 
 def blocks(seed, n=6, classes=(1, 3, 4, 9), side=48):
@@ -111,15 +111,18 @@ def test_rows_differ_only_in_what_they_say(segmenter):
     bank = ExampleBank(e, retriever="random", segmenter=segmenter)
     rows, again = (demo_answers(bank, load_segmenter("nano", device="cpu", seed=2), q, [0, 1, 4], 3) for _ in range(2))
     assert tuple(rows) == ROWS
-    near = rows["after"][0]
-    for name in ("before", "copied", "wrong_context"): assert rows[name][0] is near
+    near = rows["after"][1]
+    for name in ("before", "copied", "wrong_context", "followed"): assert rows[name][1] is near
+    assert rows["followed"][2] is rows["wrong_context"][2]
+    for name in set(ROWS) - {"followed"}: assert rows[name][0] is q
+    np.testing.assert_array_equal(rows["followed"][0].labels(1), mistaken(q).labels(1))
     for i, context in near.items(): np.testing.assert_array_equal(context, bank.select(q.image(i), 3))
-    random = rows["random_context"][0]
+    random = rows["random_context"][1]
     assert len({tuple(sorted(c)) for c in random.values()}) > 1
-    for i in random: np.testing.assert_array_equal(random[i], again["random_context"][0][i])
+    for i in random: np.testing.assert_array_equal(random[i], again["random_context"][1][i])
     wrong = ExampleBank(mistaken(e), retriever=bank.retriever, segmenter=segmenter)
     for name, expected in (("after", bank), ("wrong_context", wrong)):
-        labels, confidence = rows[name][1](q.image(4), near[4])
+        labels, confidence = rows[name][2](q.image(4), near[4])
         result = segment_image(expected, q.image(4), context=near[4])
         np.testing.assert_array_equal(labels, result.labels)
         assert confidence == result.confidence
@@ -133,11 +136,12 @@ def test_demo_scores_are_those_of_its_files(demo):
     assert {p.name for p in out.iterdir()} == set(SEGMENTATION_PARTS)
     assert set(scores.row) <= set(ROWS) and scores[scores.row == "after"]["query"].nunique() == SIZE.queries
     for row in ROWS:
+        truth = mistaken(test) if row == "followed" else test
         found = {c: [] for c in test.classes}
         files = sorted((out/"segmentation"/row).glob("*.png"))
         assert len(files) == SIZE.queries
         for f in files:
-            p, t = np.asarray(Image.open(f)), test.labels([n.replace("/", "_") for n in test.names].index(f.stem))
+            p, t = np.asarray(Image.open(f)), truth.labels([n.replace("/", "_") for n in test.names].index(f.stem))
             for c in found:
                 if (p == c).any() or (t == c).any(): found[c].append(2*((p == c) & (t == c)).sum()/((p == c).sum() + (t == c).sum()))
         assert metrics["segmentation"][row]["dice"] == pytest.approx(np.mean(sum(found.values(), [])))

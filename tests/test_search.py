@@ -251,7 +251,7 @@ def test_same_polyp_is_known_or_missing():
 def test_folder_of_a_search(place, tmp_path):
     place.index.save(tmp_path/"index")
     hits = search_index(tmp_path/"index", ["two.mp4@0.5:1.0", "one@f8"], run=place.run, top=4, out=tmp_path/"out")
-    assert sorted(p.name for p in (tmp_path/"out").iterdir()) == ["hits.csv", "report.html"]
+    assert sorted(p.name for p in (tmp_path/"out").iterdir()) == [".freerep", "hits.csv", "report.html"]
     written = pd.read_csv(tmp_path/"out"/"hits.csv", keep_default_na=False)
     assert written.columns[:6].tolist() == ["rank", "row", "score", "video", "start_s", "end_s"] and written.row.tolist() == hits.row.tolist()
     np.testing.assert_allclose(written.start_s, written.start_frame/20, atol=1e-6)

@@ -95,7 +95,7 @@ def test_layout_is_complete_and_tables_agree(layout):
     names = ["901-001", "901-002", "902-001", "903-001", "904-001"]
     info, lesions = pd.read_csv(layout/"video_info.csv"), pd.read_csv(layout/"lesion_info.csv")
     assert list(info.unique_video_name) == names and (info.fps == 6.25).all() and (info.num_frames == 60).all()
-    assert sorted(p.name for p in layout.iterdir()) == sorted([f"{n}_{k}" for n in names for k in ("frames", "annotations", "masks")] + ["video_info.csv", "lesion_info.csv"])
+    assert sorted(p.name for p in layout.iterdir()) == sorted([f"{n}_{k}" for n in names for k in ("frames", "annotations", "masks")] + [".freerep", "video_info.csv", "lesion_info.csv"])
     for name, count in zip(names, info.num_lesions):
         assert {p.name for p in (layout/f"{name}_frames").iterdir()} == {f"{name}_{t}.jpg" for t in range(60)}
         assert {p.name for p in (layout/f"{name}_annotations").iterdir()} == {f"{name}_{t}.xml" for t in range(60)}
