@@ -1,10 +1,13 @@
-"""Cached memories against SAM2's own video predictor, in one run on the same weights: CPU time, equality, versions.
+"""A bank on disk against SAM2's own video predictor, in one run on the same weights: CPU time, equality, versions.
 
     python tests/bench/bench_segmenter.py [--quick] [--sizes 256 512] [--classes 1 3 10] [--context 10] [--out FILE]
 
 Two plain ways are timed. "predictor" is SAM2's predictor as it comes, masks added frame by frame; it keeps the features of one
 frame only, so that every context image is encoded once and then once more per class. "predictor_once" is the same with the
 features of all frames kept: every image encoded exactly once. The ratios of the targets are to the second, harder one.
+
+"cached" is `segment_image` with a bank that has met its examples: the query is encoded, the memories are read from disk, and all
+classes are segmented, brought to the size of the query and made into labels.
 """
 import argparse
 import contextlib
@@ -22,7 +25,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from freerep.bank import ExampleBank
 from freerep.core import versions
+from freerep.examples import array_examples
+from freerep.image_segmentation import segment_image
 from freerep.segmenter import Memory, load_segmenter, plain_predictor
 
 TARGETS = {256: {1: 8., 3: 6., 10: 4.5}, 512: {1: 5.5, 3: 4., 10: 2.5}}
@@ -46,7 +52,9 @@ def scene(k, o, side, seed=0):
     y, x = np.mgrid[:side, :side]/side
     cx, cy, radius = (r.uniform(a, b, (k, o, 1, 1)) for a, b in ((.2, .8), (.2, .8), (.05, .25)))
     there = (r.random((k, o, 1, 1)) > .25) | (np.arange(k) == 0)[:, None, None, None]
-    return images, ((x - cx)**2 + (y - cy)**2 < radius**2) & there
+    labels = np.zeros((k, side, side), int)
+    for c in range(o): labels[((x - cx[:, c])**2 + (y - cy[:, c])**2 < radius[:, c]**2) & there[:, c]] = c + 1
+    return images, labels[:, None] == np.arange(1, o + 1)[:, None, None]
 
 
 def keep_features(predictor):
@@ -79,14 +87,20 @@ def run_plain(segmenter, folder, masks, once):
     return seconds, count[0], torch.cat([outputs[o]["non_cond_frame_outputs"][len(masks)]["pred_masks"][0] for o in range(masks.shape[1])])
 
 
-def run_cached(segmenter, query, memories, repeats):
-    "Median CPU seconds of one query with memories at hand, image encodings, logits"
-    times = []
+def run_cached(segmenter, images, masks, folder, repeats):
+    "Seconds to fill the bank, median CPU seconds of one query, image encodings of it, logits at the size of the query and at the mask decoder's"
+    labels = (masks*np.arange(1, masks.shape[1] + 1)[:, None, None]).sum(1)
+    examples = array_examples(list(images[:-1]), list(labels), classes={c + 1: f"class {c + 1}" for c in range(masks.shape[1])})
+    bank = ExampleBank(examples, retriever="random", segmenter=segmenter, folder=folder)
+    start, context, times = time.process_time(), np.arange(len(masks)), []
+    memories = bank.memories(context)
+    remember = time.process_time() - start
     for _ in range(repeats):
         before, start = segmenter.encodings, time.process_time()
-        p = segmenter.segment(segmenter.encode(query), memories)
+        segment_image(bank, images[-1], context=context)
         times.append(time.process_time() - start)
-    return float(np.median(times)), segmenter.encodings - before, p.logits
+    count = segmenter.encodings - before
+    return remember, float(np.median(times)), count, torch.tensor(segment_image(bank, images[-1], context=context, logits=True).logits), segmenter.segment(segmenter.encode(images[-1:]), memories).logits
 
 
 def compare(segmenter, k, o, repeats):
@@ -97,13 +111,10 @@ def compare(segmenter, k, o, repeats):
         seen = [np.asarray(Image.open(f"{folder}/{t}.jpg").convert("RGB"))[None] for t in range(k + 1)]
         once, n_once, ref = run_plain(segmenter, folder, masks, True)
         plain, n_plain, _ = run_plain(segmenter, folder, masks, False)
-    start = time.process_time()
-    memories = [segmenter.remember(segmenter.encode(x), m) for x, m in zip(seen, masks)]
-    remember = time.process_time() - start
-    cached, n, logits = run_cached(segmenter, seen[-1], memories, repeats)
+        remember, cached, n, large, logits = run_cached(segmenter, np.concatenate(seen), masks, f"{folder}/bank", repeats)
     empty = [Memory.cat([segmenter.empty_memory(segmenter.encode(x))]*o) for x in seen[:-1]]
     without = segmenter.segment(segmenter.encode(seen[-1]), empty).logits
-    big = [F.interpolate(x[None], size=(side, side), mode="bilinear")[0] > 0 for x in (logits, ref)]
+    big = [large > 0, F.interpolate(ref[None], size=(side, side), mode="bilinear")[0] > 0]
     target = TARGETS.get(side, {}).get(o)
     row = dict(size=side, classes=o, context=k, absent=int((~masks.any((2, 3))).sum()), seconds_predictor=plain, seconds_predictor_once=once,
                seconds_cached=cached, seconds_to_remember=remember, ratio=once/cached, ratio_predictor_as_it_comes=plain/cached, target=target,
