@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 import numpy as np, pandas as pd, torch, torch.nn.functional as F
+from fastcore.basics import patch
 from .core import *
 from .examples import open_examples
 from .learner import *
@@ -17,8 +18,8 @@ from .segmenter import Segmenter, _resized, _square, episode_logits, load_segmen
 
 # %% auto #0
 __all__ = ['FREEZABLE', 'EpisodeTable', 'SquareExamples', 'look_through', 'example_vectors', 'ranked_others', 'draw_similar',
-           'draw_clip', 'draw_classes', 'EpisodeBatches', 'mask_losses', 'episode_loss', 'FinetuneConfig', 'FreezeCB',
-           'SparingCB', 'Finetuned', 'load_finetuned', 'finetune']
+           'draw_clip', 'draw_classes', 'anchors', 'EpisodeBatches', 'mask_losses', 'episode_loss', 'FinetuneConfig',
+           'FreezeCB', 'SparingCB', 'Finetuned', 'load_finetuned', 'finetune']
 
 # %% ../nbs/38_finetuning.ipynb #6d9b9380
 @dataclass
@@ -29,15 +30,22 @@ class EpisodeTable:
     known: np.ndarray    # (n, o) bool: does its annotation cover the class?
     group: np.ndarray    # (n,) number of its scan, alone if it is of none
     vectors: np.ndarray | None = None  # (n, d) of a retriever, length 1
-    fingerprint: str = ""              # of names and labels
+    fingerprint: str = ""              # of names, scans, pictures and labels
     def __len__(self): return len(self.shown)
 
 class SquareExamples:
-    "Examples at the side of the model: `load(i)` -> (image (side, side, 3) uint8, labels (side, side)), kept in memory up to `keep_gb`"
-    def __init__(self, examples, side, keep_gb=4.):
+    "Examples at the side of the model: `load(i)` -> (image (side, side, 3) uint8, labels (side, side))"
+    def __init__(self,
+        examples,             # `Examples`
+        side: int,            # of the model's square, pixels
+        keep_gb: float=4.,    # what is kept in memory at most
+    ):
         self.examples, self.side, self.lock = examples, side, threading.Lock()
         self._load = lru_cache(max(64, int(keep_gb*2**30/(5*side*side))))(self._read)
-    def load(self, i):
+    def load(self,
+        i: int,  # which example
+    ):
+        "(image (side, side, 3) uint8, labels (side, side) uint16). Raises `InputError` if it cannot be read"
         with self.lock: return self._load(int(i))
     def _read(self, i):
         "One example, resized as the segmenter resizes images and masks"
@@ -47,22 +55,25 @@ class SquareExamples:
             if c: small[_square(torch.from_numpy(e.labels == c)[None], self.side)[0, 0].numpy() > 0] = c
         return _resized(e.image[None], self.side)[0], small
 
+# %% ../nbs/38_finetuning.ipynb #24de0ceb
 def look_through(
     squares: SquareExamples,  # the examples
     vectors=None,             # (n, d) of a retriever
 ) -> EpisodeTable:
-    "Read every example once. Raises `InputError` if fewer than two show something"
+    "Read every example once. Raises `InputError` if one cannot be read, or fewer than two show something"
     examples, classes, digest = squares.examples, sorted(squares.examples.classes), hashlib.sha256()
     shown, known = np.zeros((2, len(examples), len(classes)), bool)
     for i in progress(range(len(examples)), label="examples"):
-        labels = squares.load(i)[1]
-        digest.update(examples.names[i].encode()); digest.update(labels.tobytes())
+        image, labels = squares.load(i)
+        for part in (examples.names[i].encode(), str(sorted(examples.known(i))).encode(), image.tobytes(), labels.tobytes()): digest.update(part)
         shown[i], known[i] = np.isin(classes, np.unique(labels)), np.isin(classes, sorted(examples.known(i)))
     if shown.any(1).sum() < 2: raise InputError(f"{examples.path}: {shown.any(1).sum()} of {len(examples)} images show a class: fine-tuning needs at least two")
     group = np.arange(len(examples)) + len(examples.volumes)
     for g, members in enumerate(examples.volumes.values()): group[members] = g
+    digest.update(group.tobytes())
     return EpisodeTable(classes, shown & known, known, group, vectors, digest.hexdigest()[:16])
 
+# %% ../nbs/38_finetuning.ipynb #2f32e0e2
 def example_vectors(
     examples,   # `Examples`
     retriever,  # has `embed(images (n, h, w, 3) uint8) -> (n, d)`; or vectors (n, d); or None
@@ -78,20 +89,20 @@ def example_vectors(
 
 # %% ../nbs/38_finetuning.ipynb #1fcb852b
 def ranked_others(
-    table: EpisodeTable,
+    table: EpisodeTable,  # of n images
     i: int,       # the query
     anchor: int,  # column of a class that its context must know
     r,            # a numpy generator
 ):
-    "Images that may be context of image i, best match first: of other scans, if there are any. Never i itself"
+    "Images that may be context of image i, best match first: of other scans, if one of these shows the anchor. Never i itself"
     others = table.known[:, anchor] & (np.arange(len(table)) != i)
     apart = others & (table.group != table.group[i])
-    others = r.permutation(np.flatnonzero(apart if apart.any() else others))
+    others = r.permutation(np.flatnonzero(apart if (apart & table.shown[:, anchor]).any() else others))
     if table.vectors is None: return others
     return others[np.argsort(-(table.vectors[others] @ table.vectors[i]), kind="stable")]
 
 def draw_similar(
-    table: EpisodeTable,
+    table: EpisodeTable,  # of n images
     i: int,       # the query
     anchor: int,  # column of a class that the query shows
     k: int,       # context images
@@ -109,7 +120,7 @@ def draw_similar(
 
 # %% ../nbs/38_finetuning.ipynb #2941a45b
 def draw_clip(
-    table: EpisodeTable,
+    table: EpisodeTable,  # of n images
     i: int,  # the query, the last frame of the clip
     k: int,  # frames before it
     r,       # a numpy generator
@@ -123,7 +134,7 @@ def draw_clip(
 
 # %% ../nbs/38_finetuning.ipynb #6f531822
 def draw_classes(
-    table: EpisodeTable,
+    table: EpisodeTable,  # of n images
     i: int,       # the query
     context,      # (k,) its context images
     anchor: int,  # column of the class that must be among them
@@ -142,8 +153,22 @@ def draw_classes(
     return r.permutation(np.resize(chosen[:o], o))
 
 # %% ../nbs/38_finetuning.ipynb #ddb69d82
+def anchors(
+    table: EpisodeTable,  # of n images and o classes
+) -> np.ndarray:          # (n, o) bool
+    "Which class may be the anchor of which query: one that the query and another image show"
+    return table.shown & (table.shown.sum(0) >= 2)
+
+def _anchors(table, examples):
+    "`anchors`, with a note about the classes that are left out. Raises `InputError` if none is left"
+    found, alone = anchors(table), [repr(examples.classes[table.classes[c]]) for c in np.flatnonzero(table.shown.sum(0) == 1)]
+    if not found.any(): raise InputError(f"{examples.path}: none of the classes {', '.join(alone)} is shown by two images, so that one could be the context of the other: label more images")
+    if alone: note(f"{examples.path}: {', '.join(alone)}: shown by a single image, so no query is drawn for it")
+    return found
+
+# %% ../nbs/38_finetuning.ipynb #f418b6ea
 class EpisodeBatches:
-    "Batches (images (b, t, h, w, 3) uint8, masks (b, t - 1, o, h, w) bool, truth (b, o, h, w) bool) for a `Learner`, as numpy arrays"
+    "Batches (images (b, t, h, w, 3) uint8, masks (b, t - 1, o, h, w) bool, truth (b, o, h, w) bool) for a `Learner`, as numpy arrays. Raises `InputError` if no class is shown by two images"
     def __init__(self,
         squares: SquareExamples,  # reads the examples
         table: EpisodeTable,      # what is known about them
@@ -153,46 +178,62 @@ class EpisodeBatches:
         classes: int=3,           # o
         pool: int=10,             # best matches that the context is drawn from
         own: float=.25,           # share of clips of the query's own scan
-        seed: int=0,
+        seed: int=0,              # of order and episodes
         workers: int=0,           # threads that read ahead
     ):
         self.squares, self.table, self.batch, self.context, self.pool, self.own, self.seed, self.workers = squares, table, batch, context, pool, own, seed, workers
         self.o, self.epoch = min(classes, len(table.classes)), 0
         self.rank, self.world = rank_and_world()
-        self.queries = np.flatnonzero(table.shown.any(1))
+        self.anchors = _anchors(table, squares.examples)
+        self.queries = np.flatnonzero(self.anchors.any(1))
     def __len__(self): return max(1, len(self.queries)//(self.batch*self.world))
     def __iter__(self): return self.iter_from(0)
     def set_epoch(self, epoch): self.epoch = epoch
-    def iter_from(self, start):
+    def iter_from(self,
+        start: int,  # number of a batch
+    ):
         "The batches of this epoch from number `start` on"
         return read_ahead(partial(self.make, self.epoch), range(start, len(self)), self.workers)
 
-    def episode(self, i, k, r):
-        "(context (k,), columns of classes (o,)) of query i"
-        anchor = int(r.choice(np.flatnonzero(self.table.shown[i])))
-        context = draw_clip(self.table, i, k, r) if r.random() < self.own else None
-        if context is None or not self.table.shown[context, anchor].any(): context = draw_similar(self.table, i, anchor, k, r, pool=self.pool)
-        if not len(context): raise InputError(f"{self.squares.examples.names[i]}: no other image is labelled for {self.squares.examples.classes[self.table.classes[anchor]]!r}")
-        return context, draw_classes(self.table, i, context, anchor, self.o, r)
+# %% ../nbs/38_finetuning.ipynb #de4cfc5a
+@patch
+def episode(self: EpisodeBatches,
+    i: int,  # the query
+    k: int,  # context images
+    r,       # a numpy generator
+):
+    "(context (k,), columns of classes (o,)) of a query, which needs an anchor: one of `queries`"
+    t, anchor = self.table, int(r.choice(np.flatnonzero(self.anchors[i])))
+    context = draw_clip(t, i, k, r) if r.random() < self.own else None
+    if context is None or not t.known[context, anchor].all() or not t.shown[context, anchor].any(): context = draw_similar(t, i, anchor, k, r, pool=self.pool)
+    return context, draw_classes(t, i, context, anchor, self.o, r)
 
-    def plan(self, epoch, number):
-        "[(query, context, classes)] of a batch"
-        queries = rng(self.seed, "queries", epoch).permutation(self.queries)
-        number = number*self.world + self.rank
-        k = int(rng(self.seed, "length", epoch, number//self.world).integers((self.context + 1)//2, self.context + 1))
-        mine = np.resize(queries, (number + 1)*self.batch)[number*self.batch:]
-        return [(i, *self.episode(i, k, rng(self.seed, "episode", epoch, number, n))) for n, i in enumerate(mine.tolist())]
+@patch
+def plan(self: EpisodeBatches,
+    epoch: int,   # number of the pass over all images
+    number: int,  # of the batch in it
+):
+    "[(query, context (k,), columns of classes (o,))] of a batch, without reading anything"
+    queries = rng(self.seed, "queries", epoch).permutation(self.queries)
+    number = number*self.world + self.rank
+    k = int(rng(self.seed, "length", epoch, number//self.world).integers((self.context + 1)//2, self.context + 1))
+    mine = np.resize(queries, (number + 1)*self.batch)[number*self.batch:]
+    return [(i, *self.episode(i, k, rng(self.seed, "episode", epoch, number, n))) for n, i in enumerate(mine.tolist())]
 
-    def make(self, epoch, number):
-        "One batch"
-        images, masks = [], []
-        for i, context, columns in self.plan(epoch, number):
-            frames = [self.squares.load(j) for j in (*context, i)]
-            ids = np.array(self.table.classes)[columns]
-            images.append(np.stack([f[0] for f in frames]))
-            masks.append(np.stack([f[1][None] == ids[:, None, None] for f in frames]))
-        masks = np.stack(masks)
-        return np.stack(images), masks[:, :-1], masks[:, -1]
+@patch
+def make(self: EpisodeBatches,
+    epoch: int,   # number of the pass over all images
+    number: int,  # of the batch in it
+):
+    "(images (b, t, h, w, 3) uint8, masks (b, t - 1, o, h, w) bool, truth (b, o, h, w) bool) of a batch. Raises `InputError` if an example cannot be read"
+    images, masks = [], []
+    for i, context, columns in self.plan(epoch, number):
+        frames = [self.squares.load(j) for j in (*context, i)]
+        ids = np.array(self.table.classes)[columns]
+        images.append(np.stack([f[0] for f in frames]))
+        masks.append(np.stack([f[1][None] == ids[:, None, None] for f in frames]))
+    masks = np.stack(masks)
+    return np.stack(images), masks[:, :-1], masks[:, -1]
 
 # %% ../nbs/38_finetuning.ipynb #905c0d37
 def mask_losses(
@@ -279,7 +320,9 @@ class FinetuneConfig(Config):
 # %% ../nbs/38_finetuning.ipynb #48a4638d
 class FreezeCB(Callback):
     "Keeps frozen parts in eval mode: no dropout in what does not learn"
-    def __init__(self, parts): self.parts = parts
+    def __init__(self,
+        parts,  # names as in `FREEZABLE`
+    ): self.parts = parts
     def before_fit(self):
         for p in self.parts: self.learn.model.get_submodule(p).eval()
 
@@ -290,10 +333,17 @@ class SparingCB(CheckpointCB):
 
 class Finetuned:
     "A fine-tuned segmenter on disk: `.segmenter()`, `.config`, `.log`"
-    def __init__(self, path, name, image_size, config): self.path, self.name, self.image_size, self.config = Path(path), name, image_size, config
+    def __init__(self,
+        path,                    # folder of the run
+        name: str,               # of the segmenter: nano, tiny, small, base_plus or large
+        image_size: int,         # side of its square
+        config: FinetuneConfig,  # all settings
+    ): self.path, self.name, self.image_size, self.config = Path(path), name, image_size, config
     def __repr__(self): return f"Finetuned({str(self.path)!r}, {self.name}, {self.image_size} px)"
-    def segmenter(self, device=None) -> Segmenter:
-        "The segmenter with the trained weights"
+    def segmenter(self,
+        device=None,  # default: CUDA, MPS or CPU
+    ) -> Segmenter:
+        "The segmenter with the trained weights. Raises `InputError` if their file is missing or damaged"
         return load_segmenter(self.name, self.path/"last.safetensors", device=device, image_size=self.image_size)
     @property
     def log(self):
@@ -308,11 +358,15 @@ def load_finetuned(
     return Finetuned(path, facts["segmenter"]["name"], facts["segmenter"]["image_size"], FinetuneConfig(**facts["config"]))
 
 # %% ../nbs/38_finetuning.ipynb #751b3e51
+def _chosen_by(retriever, vectors):
+    "A name for what chose the context: a retriever's own, or that of the vectors"
+    if retriever is None: return "random"
+    return str(getattr(retriever, "fingerprint", None) or f"vectors-{hashlib.sha256(vectors.tobytes()).hexdigest()[:16]}")
+
 def _facts(cfg, segmenter, examples, table, retriever):
     "The content of config.json"
     data = dict(path=str(examples.path), images=len(table), classes=examples.classes, fingerprint=table.fingerprint)
-    by = "random" if retriever is None else str(getattr(retriever, "fingerprint", "vectors"))
-    return dict(kind="finetune", config=dataclasses.asdict(cfg), data=data, retriever=by, processes=rank_and_world()[1], versions=versions(),
+    return dict(kind="finetune", config=dataclasses.asdict(cfg), data=data, retriever=_chosen_by(retriever, table.vectors), processes=rank_and_world()[1], versions=versions(),
                 segmenter=dict(name=segmenter.name, image_size=segmenter.image_size, fingerprint=segmenter.fingerprint))
 
 # %% ../nbs/38_finetuning.ipynb #a0a6532c
@@ -342,6 +396,7 @@ def _loss_fn(cfg, segmenter, parts):
         return loss
     return loss_fn
 
+# %% ../nbs/38_finetuning.ipynb #4d2e22fe
 def _learner(cfg, segmenter, batches, out, cbs):
     "The learner with everything that a run writes"
     params, parts = _trained(segmenter.model, cfg), {}
@@ -354,6 +409,7 @@ def _learner(cfg, segmenter, batches, out, cbs):
     epochs = cfg.epochs if cfg.steps is None else max(1, min(cfg.epochs, math.ceil(cfg.steps*cfg.accumulate/len(batches))))
     return Learner(segmenter.model, batches, loss_fn=_loss_fn(cfg, segmenter, parts), opt=opt, epochs=epochs, steps=cfg.steps, accumulate=cfg.accumulate, cbs=[*own, *cbs], device=segmenter.device)
 
+# %% ../nbs/38_finetuning.ipynb #4c8b0d57
 def finetune(
     examples,             # `Examples`, or a path for `open_examples`
     cfg: FinetuneConfig,  # all settings

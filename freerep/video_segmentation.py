@@ -24,14 +24,18 @@ __all__ = ['frame_similarity', 'choose_keyframes', 'keep_confident', 'choose_sta
 
 # %% ../nbs/37_video_segmentation.ipynb #690fa91b
 def _batches(frames, max_bytes, most=32):
-    "(indices, frames (b, h, w, 3)) of frames of one size, together at most `max_bytes`"
-    at, held = [], []
+    "(indices, frames (b, h, w, 3)) of frames of one size, in an array that the next batch overwrites; with two frames more at most `max_bytes`, if these fit"
+    at, held = [], np.zeros((0, 0))
     for t, frame in frames:
-        if held and (held[0].shape != frame.shape or len(held) >= most or (len(held) + 1)*frame.nbytes > max_bytes):
-            yield at, np.stack(held)
-            at, held = [], []
-        at.append(t), held.append(frame)
-    if held: yield at, np.stack(held)
+        if at and (held.shape[1:] != frame.shape or len(at) == len(held)):
+            yield at, held[:len(at)]
+            at = []
+        if held.shape[1:] != frame.shape:
+            held = None                            # let go of the old array before the new one is made
+            held = np.empty((int(np.clip(max_bytes//frame.nbytes - 2, 1, most)), *frame.shape), frame.dtype)
+        held[len(at)] = frame
+        at.append(t)
+    if at: yield at, held[:len(at)]
 
 def frame_similarity(
     bank,   # an `ExampleBank`
@@ -39,10 +43,11 @@ def frame_similarity(
     *,
     max_bytes=2**28,  # of frames held at a time
 ) -> np.ndarray:      # (t,) float32, NaN where a frame cannot be read
-    "How similar each frame is to the most similar example (paper B, section 2.3, video, step 1)"
+    "How similar each frame is to the most similar example (paper B, section 2.3, video, step 1). Raises `InputError` if no frame can be read"
     out = np.full(len(query), np.nan, np.float32)
     for at, images in _batches(progress(query.items(), total=len(query), label="looking"), max_bytes):
         out[at] = cosine_similarity(bank.retriever.embed(images), bank.vectors).max(1)
+        del images                                 # or the array would live on beside that for frames of another size
     return out
 
 # %% ../nbs/37_video_segmentation.ipynb #9b0e7b27
@@ -90,9 +95,9 @@ class _Keyframe:
         return Features([held[str(i)].to(device) for i in range(len(held))], self.size)
 
 # %% ../nbs/37_video_segmentation.ipynb #4d2af442
-def _in_context(bank, image, features, classes, k, strategy, absent, seed=0):
+def _in_context(bank, image, features, classes, k, strategy, absent, seed=0, cover=False):
     "The prediction for an image from its context"
-    chosen = bank.select(image, k, strategy, seed=seed)
+    chosen = bank.select(image, k, strategy, seed=seed, **(dict(cover=True) if cover else {}))
     return bank.segmenter.segment(features, [bank.memory(int(i), classes) for i in chosen], use=bank.counts(chosen, classes, absent))
 
 def _keyframe(bank, t, image, spill, **context):
@@ -121,7 +126,7 @@ def choose_start(
     keyframes,  # (q,) frame indices
     kept,       # (q, o) bool: which of them guide which class
 ) -> int:
-    "The keyframe at which the walk begins: the one from which the classes are nearest to keyframes of their own"
+    "The keyframe at which the walk begins: the one from which the classes are nearest to keyframes of their own, of which each needs one"
     keyframes = np.asarray(keyframes)
     apart = np.where(kept[None], abs(keyframes[:, None] - keyframes)[..., None], np.iinfo(np.int64).max//2**16)   # (start, keyframe, class)
     return int(keyframes[apart.min(1).sum(1).argmin()])
@@ -142,7 +147,7 @@ def walk(
     *,
     chunk=16,  # frames held at a time on the way back
 ):
-    "(t, frame, backward?) from `start` to the end, then from the frame before `start` to the beginning; each frame once"
+    "(t, frame, backward?) from `start` to the end, then from the frame before `start` to the beginning; each frame once. What cannot be read is left out and noted in `query.broken`"
     for t in range(start, len(query)): yield from ((*x, False) for x in _read(query, [t]))
     for stop in range(start, 0, -chunk): yield from ((*x, True) for x in reversed(_read(query, range(max(0, stop - chunk), stop))))
 
@@ -309,6 +314,7 @@ def segment_video(
     classes=None,        # class ids (default: all)
     k=10,                # context images of a keyframe
     strategy="diverse",  # how they are chosen: diverse, topk or random
+    cover=False,         # exchange context images until each class is shown, where possible
     absent="empty",      # a class that a context image does not show is absent there ('empty'), or that image says nothing about it ('ignore')
     keyframes=20,        # how many at most
     min_distance=4,      # keyframes lie more than this apart, in frames
@@ -318,11 +324,13 @@ def segment_video(
     seed=0,              # of the random choice
     force=False,         # replace `out` if it exists?
 ) -> VideoResult:
-    "Segment a video from a bank of examples (paper B, section 2.3). Raises `InputError` for what cannot be read, or an impossible setting"
+    """Segment a video from a bank of examples (paper B, section 2.3). Without `out` the labels of all frames stay in memory, h w bytes a frame (2 h w with class
+    ids above 255), so that what is held grows with the length; with `out` it does not. Raises `InputError` for what cannot be read, an impossible setting, too small
+    a `max_bytes`, or if `out` exists and `force` is not given"""
     bank = open_bank(bank) if isinstance(bank, (str, Path)) else bank
     query, ids = _open(query).in_window(bank.examples.window), _check_classes(bank, classes)
     keep_confident(np.ones((1, 1)), gamma), choose_keyframes([], keyframes, min_distance=min_distance, candidates=candidates)
-    settings = dict(k=k, strategy=strategy, absent=absent, keyframes=keyframes, min_distance=min_distance, candidates=candidates, gamma=gamma, max_bytes=max_bytes, seed=seed)
+    settings = dict(k=k, strategy=strategy, cover=cover, absent=absent, keyframes=keyframes, min_distance=min_distance, candidates=candidates, gamma=gamma, max_bytes=max_bytes, seed=seed)
     run = lambda write: _run(bank, query, write, classes={i: bank.classes[i] for i in ids}, **settings)
     if out is not None: return _to_folder(run, query, out, bank.examples.colours, settings, force)
     labels = [None]*len(query)

@@ -13,7 +13,7 @@ from freerep import finetuning
 from freerep.core import InputError, override, rng
 from freerep.examples import array_examples, open_examples
 from freerep.finetuning import (FREEZABLE, EpisodeBatches, EpisodeTable, FinetuneConfig, SquareExamples, draw_classes, draw_clip, draw_similar, episode_loss,
-                                example_vectors, finetune, load_finetuned, look_through, mask_losses, ranked_others)
+                                example_vectors, anchors, finetune, load_finetuned, look_through, mask_losses, ranked_others)
 from freerep.learner import Callback
 from freerep.phantom import write_phantoms
 from freerep.pretraining import load_run
@@ -55,7 +55,8 @@ def test_context_is_fair(seed):
     t = random_table(seed, vectors=seed % 3 > 0, groups=1 if seed % 4 == 3 else 4)
     for n, (i, anchor) in enumerate(queries(t)):
         order = ranked_others(t, i, anchor, rng(seed, n))
-        ref = [j for j in range(len(t)) if j != i and t.known[j, anchor] and t.group[j] != t.group[i]] or [j for j in range(len(t)) if j != i and t.known[j, anchor]]
+        ref = [j for j in range(len(t)) if j != i and t.known[j, anchor] and t.group[j] != t.group[i]]
+        if not t.shown[ref, anchor].any(): ref = [j for j in range(len(t)) if j != i and t.known[j, anchor]]
         assert sorted(order.tolist()) == ref
         k = 1 + n % 4
         context = draw_similar(t, i, anchor, k, rng(seed, n, "x"), pool=6)
@@ -106,8 +107,8 @@ def test_classes_have_a_definition(seed):
         c = draw_classes(t, i, context, anchor, o, rng(seed, n, "classes"))
         assert len(c) == o and anchor in c
         assert t.known[i, c].all() and t.known[np.ix_(context, c)].all()
-        for x in c:                                              # the query shows it and no context does: only the anchor, if no image at all shows it
-            if x != anchor and t.shown[i, x]: assert t.shown[context, x].any()
+        for x in c:                                              # the query shows it and no context does: only a class that no other image shows
+            if t.shown[i, x]: assert t.shown[context, x].any() or not np.delete(t.shown[:, x], i).any()
         away, total = away + (~t.shown[i, c]).sum(), total + o
     assert 0 < away < total
 
@@ -129,17 +130,64 @@ def test_table_says_what_is_there(examples, table):
     assert [np.flatnonzero(table.group == g).tolist() for g in range(3)] == list(examples.volumes.values())
 
 
+def partly_labelled(known, labels=None):
+    "Pictures of the classes 1 and 2, of whose labels only some are known"
+    images = [np.full((40, 50, 3), 90 + i, np.uint8) for i in range(len(known))]
+    labels = labels or [np.zeros((40, 50), int) for _ in images]
+    for l, k in zip(labels, known): l[5:20, 5:20], l[25:35, 30:45] = 1*(1 in k), 2*(2 in k)
+    return array_examples(images, labels, classes={1: "a", 2: "b"}, known=known)
+
+
+def fair(t, query, context, classes):
+    "Every class is known to all images, and if the query shows it then so does a context image"
+    assert query not in context and t.known[query, classes].all() and t.known[np.ix_(context, classes)].all()
+    assert t.shown[context][:, classes].any(0)[t.shown[query, classes]].all()
+
+
 def test_partly_labelled_pictures():
-    images = [np.full((40, 50, 3), 90 + i, np.uint8) for i in range(4)]
-    labels = [np.zeros((40, 50), int) for _ in images]
-    for l in labels: l[5:20, 5:20], l[25:35, 30:45] = 1, 2
-    ex = array_examples(images, labels, classes={1: "a", 2: "b"}, known=[{1}, {1, 2}, {1, 2}, {2}])
+    ex = partly_labelled([{1}, {1, 2}, {1, 2}, {2}])
     t = look_through(SquareExamples(ex, 64))
     assert t.known.tolist() == [[True, False], [True, True], [True, True], [False, True]]
     assert (t.shown <= t.known).all() and len(set(t.group.tolist())) == 4
     for epoch in range(5):
-        for query, context, classes in EpisodeBatches(SquareExamples(ex, 64), t, batch=4, context=2, classes=2).plan(epoch, 0):
-            assert t.known[query, classes].all() and t.known[np.ix_(context, classes)].all()
+        for episode in EpisodeBatches(SquareExamples(ex, 64), t, batch=4, context=2, classes=2).plan(epoch, 0): fair(t, *episode)
+
+
+@pytest.mark.parametrize("own", [0., 1.])
+def test_partly_labelled_scans(own):
+    "Clips of the query's own scan, in which every other picture says nothing about class b"
+    ex = partly_labelled([{1, 2} if i % 2 else {1} for i in range(16)])
+    t = look_through(SquareExamples(ex, 64))
+    t.group[:] = np.arange(16)//8
+    batches = EpisodeBatches(SquareExamples(ex, 64), t, batch=8, context=2, classes=2, own=own)
+    for epoch in range(25):
+        for episode in batches.plan(epoch, 0): fair(t, *episode)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_episode_is_fair(squares, seed):
+    t = random_table(seed, n=14, o=5, groups=3, vectors=seed % 2 > 0)
+    t.classes = list(squares.examples.classes)[:5]
+    t.shown[1:, 0] = False
+    t.shown[t.group != t.group[0], 1] = False                     # a class that only one scan shows
+    t.shown[0, 0] = t.known[0, 0] = True                          # and one that only one image shows
+    batches = EpisodeBatches(squares, t, batch=4, context=3, own=.5, seed=seed)
+    assert batches.queries.tolist() == [i for i in range(14) if any(t.shown[i, c] and np.delete(t.shown[:, c], i).any() for c in range(5))]
+    for epoch in range(10):
+        for number in range(len(batches)):
+            for query, context, classes in batches.plan(epoch, number):
+                fair(t, query, context, classes)
+                assert anchors(t)[query, classes].any()
+
+
+def test_a_class_of_a_single_image_is_told_before_training(tmp_path, capsys):
+    ex = partly_labelled([{1}, {1}, {1}, {1, 2}])
+    squares = SquareExamples(ex, 64)
+    batches = EpisodeBatches(squares, look_through(squares), batch=4, context=2, classes=2, own=0.)
+    assert "'b': shown by a single image" in capsys.readouterr().err
+    assert all(len(batches.plan(epoch, 0)) == 4 for epoch in range(40))          # none of them asks for b
+    only = partly_labelled([{1}, {2}])
+    with pytest.raises(InputError, match="'a', 'b' is shown by two images"): EpisodeBatches(SquareExamples(only, 64), look_through(SquareExamples(only, 64)))
 
 
 def test_batches_hold_what_the_plan_says(squares, table):
@@ -351,6 +399,18 @@ def test_resume_refuses_another_training(examples, whole, tmp_path):
     assert weights(go(cfg=override(TINY, ["save_minutes=3", "workers=1"]))) == before      # nothing is left to do, and these two settings may change
 
 
+def test_resume_refuses_other_pictures_and_vectors(tmp_path):
+    r = np.random.default_rng(0)
+    images, labels, vectors = r.integers(0, 255, (6, 64, 64, 3), dtype=np.uint8), np.zeros((6, 64, 64), int), r.normal(size=(6, 3))
+    labels[:, 10:40, 10:40] = 1
+    def go(im=images, v=vectors, known=None, **kw):
+        return finetune(array_examples(list(im), list(labels), classes={1: "a"}, known=known), override(TINY, dict(steps=1)), retriever=v, out=tmp_path/"run", device="cpu", **kw)
+    before = weights(go())
+    with pytest.raises(InputError, match="begun with data"): go(255 - images, resume=True)
+    with pytest.raises(InputError, match="begun with retriever=vectors-[0-9a-f]{16}, and now retriever=vectors-"): go(v=vectors[::-1], resume=True)
+    assert weights(go(resume=True)) == before
+
+
 def test_a_run_of_another_kind_is_named(examples, whole, tmp_path):
     with pytest.raises(InputError, match="holds a run of `freerep finetune`: expected one of `freerep train`"): load_run(whole.path)
     with pytest.raises(InputError, match="holds a run of `freerep finetune`: expected one of `freerep retriever` or"): load_retriever(whole.path)
@@ -397,5 +457,5 @@ def test_nothing_to_learn_from(tmp_path):
     some = empty.copy(); some[:9] = 1
     with pytest.raises(InputError, match="at least two"): finetune(array_examples([image]*3, [empty, empty, some], classes={1: "a"}), TINY, out=tmp_path/"run")
     only = array_examples([image]*2, [some, some*2], classes={1: "a", 2: "b"}, known=[{1}, {2}])
-    with pytest.raises(InputError, match="no other image is labelled for"): finetune(only, TINY, out=tmp_path/"run")
+    with pytest.raises(InputError, match="is shown by two images"): finetune(only, TINY, out=tmp_path/"run")
     with pytest.raises(InputError, match="does not exist"): load_finetuned(tmp_path/"nowhere")

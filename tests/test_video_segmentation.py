@@ -2,6 +2,7 @@
 import gc
 import json
 import tempfile
+import tracemalloc
 import weakref
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
+from freerep.bank import ExampleBank
 from freerep.context import select_context
 from freerep.core import InputError
 from freerep.examples import ArrayQuery, Query, array_examples, open_query
@@ -164,6 +166,37 @@ def test_similarity_is_that_of_single_frames(max_bytes):
     for t in (0, 5, 39): assert got[t] == pytest.approx(max(float(bank.retriever.embed([Long(40)[t]])[0] @ v) for v in bank.vectors), abs=1e-5)
 
 
+class Large(Long):
+    "Frames of 540 x 960, those from `turn` on upright, of memory of their own"
+    def __init__(self, n, turn=10**9): super().__init__(n); self.turn = turn
+    def __getitem__(self, t):
+        im = np.full((540, 960, 3) if t < self.turn else (960, 540, 3), 50 + t, np.uint8)
+        self.reads[t] += 1
+        return im
+
+
+class Corner(Small):
+    "Looks at a few pixels, so that what is measured are the frames"
+    def embed(self, images):
+        assert len({i.shape for i in images}) == 1
+        self.seen += [int(i[0, 0, 0]) for i in images]
+        return np.ones((len(images), 48), np.float32)/48**.5
+
+
+@pytest.mark.parametrize("room", [5, 9, 20, 60])
+@pytest.mark.parametrize("turn", [10**9, 17])
+def test_frames_held_for_the_similarity_stay_within_the_limit(room, turn):
+    frame = 540*960*3
+    bank, query = stub_bank(), Large(40, turn)
+    bank.retriever = Corner()
+    bank.retriever.seen = []
+    tracemalloc.start()
+    try: got = frame_similarity(bank, query, max_bytes=room*frame)
+    finally: (_, peak), _ = tracemalloc.get_traced_memory(), tracemalloc.stop()
+    assert peak < room*frame + frame/4 and np.isfinite(got).all()
+    assert bank.retriever.seen == [50 + t for t in range(40)]                     # every frame once, as it was
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 10**6), st.floats(0, 1))
 def test_confident_keyframes_are_kept_and_every_class_has_one(q, o, seed, gamma):
@@ -310,6 +343,40 @@ def test_the_seed_draws_the_context(tmp_path):
     assert drawn(tmp_path/"out", strategy="random", seed=3) == contexts[3]
     assert json.loads((tmp_path/"out"/"result.json").read_text())["settings"]["seed"] == 3
     assert drawn(strategy="topk", seed=1) == drawn(strategy="topk", seed=2)
+
+
+def test_the_context_covers_the_classes_if_asked(tmp_path):
+    class Covered(Bank):
+        def select(self, image, k, strategy, seed=0, cover=False):
+            self.asked.append(cover)
+            return super().select(image, k, strategy, seed)
+    for kw, want in (({}, False), (dict(cover=True), True), (dict(cover=False), False)):
+        bank = stub_bank()
+        bank.__class__, bank.asked = Covered, []
+        segment_video(bank, Long(12), tmp_path/str(len(kw) + want), k=2, **kw)
+        assert set(bank.asked) == {want}
+        assert json.loads((tmp_path/str(len(kw) + want)/"result.json").read_text())["settings"]["cover"] is want
+    assert len(segment_video(stub_bank(), Long(12), k=2, cover=False).labels) == 12
+
+
+@sam2
+def test_a_real_bank_covers_the_classes():
+    "Two of three examples that look most like the query show only one class"
+    images, labels = scenes(3)
+    labels[0][labels[0] == 2] = labels[1][labels[1] == 2] = 0
+    retriever = Small()
+    retriever.fingerprint = "small"
+    retriever.embed = lambda im: np.array([[1, 0, 0] if int(i[0, 0, 0]) == 7 else [.9, .1*int(i[0, 0, 0]), 0] for i in im], np.float32)
+    for i, im in enumerate(images): im[0, 0] = i + 1
+    query = images[0].copy()
+    query[0, 0] = 7
+    bank, used = ExampleBank(array_examples(images, labels, classes={1: "one", 2: "two"}), retriever=retriever, segmenter=nano()), []
+    memory = bank.memory
+    bank.memory = lambda i, *a, **kw: (used.append(i), memory(i, *a, **kw))[1]
+    for cover, want in ((False, [0, 1]), (True, [0, 2])):
+        used.clear()
+        segment_video(bank, ArrayQuery([query]), k=2, strategy="topk", cover=cover)
+        assert sorted(set(used)) == want
 
 
 def test_impossible_settings_are_refused_before_any_work():
