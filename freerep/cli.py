@@ -85,10 +85,11 @@ def info(
     from freerep.core import check_free, write_json
     from freerep.sources import open_source
     if json: check_free(json, force)
-    labelled = examples.are_examples(source)
-    found = examples.examples_info(source) if labelled else tracklets.info(open_source(source))
+    if examples.are_examples(source): found, text = examples.examples_info(source), examples.examples_text
+    elif examples.are_scans(source): found, text = examples.scans_info(source), examples.scans_text
+    else: found, text = tracklets.info(open_source(source)), tracklets.info_text
     if json: write_json(found, json)
-    print((examples.examples_text if labelled else tracklets.info_text)(found))
+    print(text(found))
 
 # %% ../nbs/50_cli.ipynb #153ac763
 @command

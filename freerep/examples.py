@@ -4,7 +4,7 @@
 
 # %% ../nbs/31_examples.ipynb #75436f63
 from __future__ import annotations
-import colorsys, dataclasses, glob, gzip, json, os, re, warnings, zlib
+import colorsys, dataclasses, glob, gzip, itertools, json, os, re, warnings, zlib
 from collections import Counter, OrderedDict
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ __all__ = ['CT_WINDOW', 'CLASS_FILES', 'FLARE22_CLASSES', 'check_window', 'apply
            'Examples', 'grey_to_rgb', 'volume_problems', 'open_examples', 'array_examples', 'overlay', 'Query',
            'PictureQuery', 'ArrayQuery', 'VolumeQuery', 'VideoQuery', 'open_query', 'open_queries', 'save_mask',
            'write_mask_like', 'save_nifti', 'MaskWriter', 'write_masks', 'examples_info', 'examples_text',
-           'are_examples']
+           'are_examples', 'are_scans', 'scans_info', 'scans_text']
 
 # %% ../nbs/31_examples.ipynb #811e595a
 def check_window(
@@ -104,15 +104,26 @@ def _check_affine(path, affine):
 
 # %% ../nbs/31_examples.ipynb #08c257cd
 class Volume:
-    "A scan: `name`, `affine` and `shape` as stored; `read()` gives its slices as pictures, `labels()` as classes. Made by `open_volume`"
-    def __init__(self, path, name, shape, affine, load, window=None, modality=None, header=None):
+    "A scan: `name`, `affine` and `shape` as stored; `read()` gives its slices as pictures, `labels()` as classes. Made by `open_volume`. Raises `InputError` if its affine or the window is none"
+    def __init__(self,
+        path,            # the file, or the folder of a series
+        name,            # of the scan
+        shape,           # (i, j, k) as stored
+        affine,          # (4, 4) from voxel to millimetres
+        load,            # () -> (voxels as stored, slope, intercept)
+        window=None,     # (level, width), or None: chosen when read
+        modality=None,   # "CT", "MR", ... where the file says it
+        header=None,     # of a NIfTI file
+    ):
         self.path, self.name, self.stored_shape, self.affine, self.load = Path(path), name, tuple(map(int, shape)), np.asarray(affine, float), load
         self.shape = (*self.stored_shape, 1)[:3]       # without trailing axes of length 1
         self.given, self.modality, self.header = check_window(window), modality, header
         _check_affine(self.path, self.affine)
         self.window = self.given                       # with "auto" it is known after the first read
-    def in_window(self, window):
-        "The same scan, seen in another window"
+    def in_window(self,
+        window,  # (level, width), or None: chosen when read
+    ):
+        "The same scan, seen in another window. Raises `InputError` if it is no window"
         return Volume(self.path, self.name, self.stored_shape, self.affine, self.load, window, self.modality, self.header)
     def __repr__(self): return f"Volume({self.name!r}, {len(self)} slices of {self.size[0]}x{self.size[1]}, stored {self.orientation})"
     @cached_property
@@ -144,7 +155,7 @@ def _read_voxels(volume):
 
 @patch
 def read(self: Volume):
-    "All slices as grey pictures (s, h, w) uint8, in the window"
+    "All slices as grey pictures (s, h, w) uint8, in the window. Raises `InputError` if the file is damaged"
     raw, slope, inter = _read_voxels(self)
     scaled = (lambda v: v) if (slope, inter) == (1, 0) else (lambda v: v*np.float32(slope) + np.float32(inter))
     if self.window is None:
@@ -168,7 +179,7 @@ def _as_labels(values, path):
 
 @patch
 def labels(self: Volume):
-    "All slices as classes (s, h, w), uint8 or uint16"
+    "All slices as classes (s, h, w), uint8 or uint16. Raises `InputError` if the file is damaged, or holds anything but whole numbers from 0 to 65535"
     raw, slope, inter = _read_voxels(self)
     values = raw if (slope, inter) == (1, 0) else raw*slope + inter
     return np.ascontiguousarray(to_slices(_as_labels(values.reshape(self.shape), self.path), self.affine))
@@ -243,6 +254,7 @@ def _series_key(header):
     turn = tuple(np.round([float(x) for x in header.get("ImageOrientationPatient") or ()], 2) + 0.)
     return str(header.get("SeriesInstanceUID", "")), str(header.get("SeriesNumber", "")), turn, str(header.get("PixelSpacing")), header.Rows, header.Columns
 
+# %% ../nbs/31_examples.ipynb #c53e0507
 def choose_series(
     headers,  # [(path, header)] of a folder
     folder,   # its path, for messages
@@ -258,7 +270,7 @@ def choose_series(
     return main[0]
 
 # %% ../nbs/31_examples.ipynb #7da42da8
-def _positions(series, folder):
+def _positions(series):
     "(positions (n, 3), row and column directions (2, 3)), in DICOM's millimetres. Raises `InputError` if a header lacks them"
     path, h = series[0]
     if int(h.get("NumberOfFrames") or 1) > 1: raise InputError(f"{path} holds {h.NumberOfFrames} frames in one file (enhanced DICOM): convert it to NIfTI (dcm2niix)")
@@ -286,7 +298,7 @@ def dicom_order(
     folder,  # its path, for messages
 ):
     "(files in the order of their positions, affine (4, 4) for voxels (column, row, slice)). Raises `InputError` if they are no straight grid"
-    positions, (row, column) = _positions(series, folder)
+    positions, (row, column) = _positions(series)
     normal = np.cross(row, column)
     order = np.argsort(positions @ normal, kind="stable")
     files, positions, h = [series[i][0] for i in order], positions[order], series[order[0]][1]
@@ -393,7 +405,10 @@ def _deep(values):
 # %% ../nbs/31_examples.ipynb #74a68b82
 class MaskReader:
     "How the masks of a folder are to be read, learned from all of them: `reader(path)` gives labels (h, w) int32. `classes`, `colours`, `broken`, `problems` say what was found"
-    def __init__(self, paths, colours=None):
+    def __init__(self,
+        paths,         # all masks of a folder; each is looked at once
+        colours=None,  # {id: (r, g, b)} of a file of classes, for masks in colours
+    ):
         self.by_colour = {(r << 16) + (g << 8) + b: i for i, (r, g, b) in (colours or {}).items()}
         self.colours, self.broken, self.sort, self.numbers, self.shades = {}, {}, {}, set(), set()
         self.seen, self.area = {"grey": np.zeros(256, int), "lossy": np.zeros(256, int)}, {"grey": np.zeros(256, int), "lossy": np.zeros(256, int)}
@@ -424,7 +439,9 @@ def classes(self: MaskReader):
     return sorted(found - {0})
 
 @patch
-def reason(self: MaskReader, sort):
+def reason(self: MaskReader,
+    sort,  # 'numbers', 'grey', 'lossy' or 'colours'
+):
     "Why masks of this sort cannot be read, or None"
     if sort not in self.sorts or self.sorts[sort]: return None
     if sort == "lossy": return "it is a JPEG that is no white drawing: JPEG changes class numbers; save masks as PNG"
@@ -510,6 +527,7 @@ def _text_classes(text):
     if all(m := [_LINE.fullmatch(l) for l in lines]): return [(int(x[1]), x[2].strip('"'), x.group(3, 4, 5) if x[3] else None) for x in m]
     return _json_classes(lines)
 
+# %% ../nbs/31_examples.ipynb #082b1788
 def read_classes(
     path,  # one of the forms above
 ):
@@ -541,9 +559,11 @@ def decode_rle(
     counts,  # list of run lengths, or COCO's string for them
     size,    # (h, w)
 ):
-    "Run lengths as a mask (h, w) bool: they alternate between outside and inside, down the columns"
+    "Run lengths as a mask (h, w) bool: they alternate between outside and inside, down the columns. Raises `InputError` if they are none, or fill another size"
+    if not isinstance(counts, (list, tuple, str, bytes)): raise InputError(f"expected run lengths as a list of numbers or as COCO's string, got {counts!r}")
     runs = list(counts) if isinstance(counts, (list, tuple)) else _rle_numbers(counts)
-    if sum(runs) != size[0]*size[1] or min(runs, default=0) < 0: raise ValueError(f"its run lengths sum to {sum(runs)}, expected {size[0]}x{size[1]}={size[0]*size[1]}")
+    if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in runs): raise InputError(f"expected run lengths of whole numbers from 0, got {runs[:6]}")
+    if sum(runs) != size[0]*size[1]: raise InputError(f"its run lengths sum to {sum(runs)}, expected {size[0]}x{size[1]}={size[0]*size[1]}")
     return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(size, order="F")
 
 def _rle_numbers(text):
@@ -567,6 +587,7 @@ class Example:
     labels: np.ndarray    # (h, w) int32, 0 is background
     known: frozenset      # the class ids that the annotation covers: another class may be there, unlabelled
 
+# %% ../nbs/31_examples.ipynb #ef0906ac
 class _Cache:
     "Arrays by key, the last used at the end; the first go when there are more than two and more than `limit` bytes"
     def __init__(self, limit=512*2**20): self.limit, self.kept = limit, OrderedDict()
@@ -576,11 +597,20 @@ class _Cache:
         while len(self.kept) > 2 and sum(v.nbytes for v in list(self.kept.values())) > self.limit: self.kept.popitem(last=False)
         return value
 
+# %% ../nbs/31_examples.ipynb #fd306d61
 class Examples:
     "Labelled pictures: `len`, `examples[i]` -> `Example`, `classes` {id: name}, `colours` {id: (r, g, b)}, `volumes` {scan: indices in the order of its slices}, `problems`. Made by `open_examples`"
-    def __init__(self, path, kind, items, classes, colours, problems=(), window=None):
+    def __init__(self,
+        path,          # where they come from
+        kind,          # "images" or "slices"
+        items,         # entries with `name`, `group`, `known`, `image()` and `labels()`
+        classes,       # {id: name}
+        colours,       # {id: (r, g, b)}
+        problems=(),   # {file, problem} each
+        window=None,   # (level, width) that was asked for
+    ):
         self.path, self.kind, self.items, self.classes, self.colours, self.problems = path, kind, list(items), dict(classes), dict(colours), list(problems)
-        self.window = window   # (level, width) that was asked for
+        self.window = window
         self.volumes = {}
         for i, item in enumerate(self.items):
             if item.group: self.volumes.setdefault(item.group, []).append(i)
@@ -589,17 +619,27 @@ class Examples:
     def __iter__(self): return (self[i] for i in range(len(self)))
     def __getitem__(self, i): return Example(self.items[i].name, self.image(i), self.labels(i), self.known(i))
     @property
-    def names(self): return [item.name for item in self.items]
-    def image(self, i):
-        "The picture alone, (h, w, 3) uint8"
+    def names(self):
+        "The name of each example"
+        return [item.name for item in self.items]
+    def image(self,
+        i,  # number of the example
+    ):
+        "The picture alone, (h, w, 3) uint8. Raises `InputError` if its file cannot be read"
         return self.items[i].image()
-    def labels(self, i):
-        "The labels alone, (h, w) int32"
+    def labels(self,
+        i,  # number of the example
+    ):
+        "The labels alone, (h, w) int32. Raises `InputError` if their file cannot be read"
         return self.items[i].labels()
-    def known(self, i):
+    def known(self,
+        i,  # number of the example
+    ):
         "The class ids that the annotation of this example covers"
         return frozenset(self.classes if self.items[i].known is None else self.items[i].known)
-    def subset(self, indices):
+    def subset(self,
+        indices,  # numbers of examples
+    ):
         "Some of the examples, in this order, as `Examples`"
         return Examples(self.path, self.kind, [self.items[i] for i in indices], self.classes, self.colours, self.problems, self.window)
 
@@ -676,6 +716,7 @@ def _scan_items(scan, truth, name, window, all_slices, cache):
     items = [_Slice(volume, labels, k, name, cache) for k, s in enumerate(shown) if all_slices or len(s)]
     return items, {int(i) for s in shown for i in s}, [(scan, p) for p in volume_problems(volume)] + ([] if items else [(truth, "has no labelled slice")])
 
+# %% ../nbs/31_examples.ipynb #d20bf75c
 def _open_scans(path, images, labels, window, all_slices):
     "images/ and labels/ with scans"
     truths = {re.sub(r"\.nii(\.gz)?$", "", p.name, flags=re.I): p for p in _visible(labels) if is_nifti(p.name)}
@@ -746,7 +787,9 @@ def _whole_masks(path, images, labels):
     return Examples(path, "images", items, classes, colours, _sum_up(problems + odd))
 
 @patch
-def check(self: MaskReader, path):
+def check(self: MaskReader,
+    path,  # one of the masks
+):
     "Raises `InputError` if this mask cannot be read"
     why = self.broken.get(path) or self.reason(self.sort[path])
     if why: raise InputError(f"{path}: the mask cannot be read: {why}")
@@ -798,6 +841,11 @@ def _check_segmentation(segmentation, size):
     elif not segmentation: raise ValueError("it has no segmentation")
     elif any(len(p) < 6 or len(p) % 2 or not np.isfinite(np.asarray(p, float)).all() for p in segmentation): raise ValueError("a polygon is not a list of at least three x, y pairs")
 
+def _is_box(polygon):
+    "Is this polygon an upright rectangle?"
+    p = polygon[:8] if len(polygon) == 10 and polygon[8:] == polygon[:2] else polygon
+    return len(p) == 8 and len(set(p[::2])) <= 2 and len(set(p[1::2])) <= 2
+
 def _paint_coco(objects, size):
     "Labels (h, w) of the objects (class id, segmentation) of one image"
     masks = {i: np.zeros(size[::-1], bool) for i, _ in objects}
@@ -822,16 +870,20 @@ def _categories(rows, file):
 
 def _coco_objects(annotations, shift, names, sizes, file):
     "({image id: [(class, segmentation)]}, problems)"
-    objects, problems = {}, []
+    objects, problems, boxes = {}, [], []
     for a in annotations:
         try:
             i, image, s = int(a["category_id"]) + shift, a["image_id"], a.get("segmentation")
             if i not in names: raise ValueError(f"category {a['category_id']} is not in its categories")
             if image in sizes: _check_segmentation(s, sizes[image])
         except (KeyError, TypeError, ValueError, AttributeError) as e: problems.append((file, f"annotation left out: {e if not isinstance(e, KeyError) else f'no {e}'}"))
-        else: objects.setdefault(image, []).append((i, s))
+        else:
+            objects.setdefault(image, []).append((i, s))
+            boxes.append("bbox" in a and isinstance(s, list) and all(map(_is_box, s)))
+    if boxes and all(boxes): problems.append((file, "its segmentations are all rectangles, those of the boxes: no outline was drawn, and masks made from them are boxes"))
     return objects, problems
 
+# %% ../nbs/31_examples.ipynb #2e93658f
 def _coco_items(file, root):
     "(examples of one COCO file, names, colours, problems)"
     images, annotations, categories = _coco_json(file, "images", "annotations", "categories")
@@ -889,6 +941,7 @@ def _open_pair(path, images, labels, window, all_slices):
     folders = _class_folders(images, labels)
     return _class_masks(path, images, labels, folders) if folders else _whole_masks(path, images, labels)
 
+# %% ../nbs/31_examples.ipynb #fd09371e
 def open_examples(
     path,               # a folder (images/ + masks/, labels/ or annotations/), or a COCO file
     window=None,        # (level, width) of scans, or None: CT by its air level 40, width 400, others by percentiles
@@ -945,8 +998,9 @@ def overlay(
     *,
     alpha=.5,  # how much of the colour
 ):
-    "The picture with its labels in colour, (h, w, 3) uint8"
-    out = _as_picture(image, "image").astype(np.float32)
+    "The picture with its labels in colour, (h, w, 3) uint8. Raises `InputError` if the image is no uint8 picture, or the labels have another size"
+    out, labels = _as_picture(image, "image").astype(np.float32), np.asarray(labels)
+    if labels.shape != out.shape[:2]: raise InputError(f"labels must have the shape of the image, (h, w)={out.shape[:2]}, got {labels.shape}")
     for i in np.unique(labels).tolist():
         if i: out[labels == i] = (1 - alpha)*out[labels == i] + alpha*np.array(colours.get(i) or class_colour(i), np.float32)
     return np.rint(out).astype(np.uint8)
@@ -955,14 +1009,21 @@ def overlay(
 class Query:
     "Something to segment: `kind`, `name`, `names` (one per frame), `len`, `query[i]` (h, w, 3) uint8, `frames` one after the other. Made by `open_query`"
     kind = "images"
-    def __init__(self, path, name, names): self.path, self.name, self.names, self.broken = path, name, list(names), {}
+    def __init__(self,
+        path,   # where it comes from
+        name,   # of the whole
+        names,  # one for each frame
+    ): self.path, self.name, self.names, self.broken = path, name, list(names), {}
     def __repr__(self): return f"Query({str(self.path)!r}, {self.kind}, {len(self)} frames)"
     def __len__(self): return len(self.names)
-    def in_window(self, window):
+    def in_window(self,
+        window,  # (level, width), or None: no change
+    ):
         "The query in the window of examples, if it is a scan for which none was given"
         return self
     def items(self):
-        "(index, frame) of the frames that can be read; the others are left out, with a note, and kept in `broken` {index: reason}"
+        """(index, frame) of the frames that can be read; the others are left out, with a note, and kept in `broken` {index: reason}.
+        Raises `InputError` if the only frame, or every frame, cannot be read"""
         for i in range(len(self)):
             try: frame = self[i]
             except InputError as e:
@@ -973,47 +1034,78 @@ class Query:
         if len(self.broken) == len(self): raise InputError(f"{self.path}: no picture can be read; the first: {next(iter(self.broken.values()))}")
     @property
     def frames(self):
-        "The frames that can be read, one after the other"
+        "The frames that can be read, one after the other. Raises as `items` does"
         return (frame for _, frame in self.items())
 
+# %% ../nbs/31_examples.ipynb #f154410b
 class PictureQuery(Query):
-    "One picture (kind 'image') or a folder of them (kind 'images')"
-    def __init__(self, path, files, kind="images"):
+    "One picture (kind 'image') or a folder of them (kind 'images'). Raises `InputError` if two of them have one name, as their masks would"
+    def __init__(self,
+        path,           # the picture, or the folder
+        files,          # the picture files
+        kind="images",  # "image" for a single one
+    ):
         super().__init__(path, Path(path).stem if kind == "image" else Path(path).resolve().name, [p.stem for p in files])
         self.files, self.kind = list(files), kind
         twice = [n for n, k in Counter(self.names).items() if k > 1]
         if twice: raise InputError(f"{path} holds several pictures called {twice[0]}: {', '.join(p.name for p in files if p.stem == twice[0])}; their masks would get one name")
     def __getitem__(self, i): return read_image(self.files[i])
-    def size(self, i): return _upright_size(self.files[i])
+    def size(self,
+        i,  # number of the picture
+    ):
+        "(w, h) of a picture"
+        return _upright_size(self.files[i])
 
 class ArrayQuery(Query):
-    "Pictures in memory"
-    def __init__(self, images, names=None):
+    "Pictures in memory. Raises `InputError` if one is no picture"
+    def __init__(self,
+        images,      # a list of (h, w) or (h, w, 3) uint8 arrays
+        names=None,  # one for each
+    ):
         super().__init__("arrays", "arrays", names or [f"{i:03d}" for i in range(len(images))])
         self.images = [_as_picture(x, n) for x, n in zip(images, self.names)]
     def __getitem__(self, i): return self.images[i]
-    def size(self, i): return self.images[i].shape[1::-1]
+    def size(self,
+        i,  # number of the picture
+    ):
+        "(w, h) of a picture"
+        return self.images[i].shape[1::-1]
 
-# %% ../nbs/31_examples.ipynb #f154410b
+# %% ../nbs/31_examples.ipynb #861fb8be
 class VolumeQuery(Query):
     "A scan; its frames are axial slices from the feet up"
     kind = "volume"
-    def __init__(self, volume):
+    def __init__(self,
+        volume,  # a `Volume`
+    ):
         super().__init__(volume.path, volume.name, [f"{volume.name}_{k:03d}" for k in range(len(volume))])
         self.volume = volume
-    def in_window(self, window): return self if window is None or self.volume.given else VolumeQuery(self.volume.in_window(window))
+    def in_window(self,
+        window,  # (level, width), or None: no change
+    ):
+        "The scan in this window, unless one was given when it was opened"
+        return self if window is None or self.volume.given else VolumeQuery(self.volume.in_window(window))
     @cached_property
     def grey(self):
-        "(s, h, w) uint8"
+        "All slices, (s, h, w) uint8; read once. Raises `InputError` if the file is damaged"
         return self.volume.read()
     def __getitem__(self, i): return grey_to_rgb(self.grey[i])
-    def items(self): return ((i, self[i]) for i in range(len(self)))
-    def size(self, i): return self.volume.size
+    def items(self):
+        "(index, slice) of all slices. Raises `InputError` if the scan cannot be read: then none can"
+        return ((i, self[i]) for i in range(len(self)))
+    def size(self,
+        i,  # number of the slice: all have one size
+    ):
+        "(w, h) of a slice"
+        return self.volume.size
 
+# %% ../nbs/31_examples.ipynb #d6f27f4e
 class VideoQuery(Query):
     "A video file, or a folder of frames as a video"
     kind = "video"
-    def __init__(self, video):
+    def __init__(self,
+        video,  # a `Video`
+    ):
         self.video, name = video, Path(video.name).stem if video.path.is_file() else video.name
         frames = video.frames.tolist()
         super().__init__(video.path, name, [f"{name}_{f:06d}" if video.path.is_file() else Path(video.file(f)).stem for f in frames])
@@ -1022,9 +1114,13 @@ class VideoQuery(Query):
         frame = self.video.read([f])
         if not len(frame): raise InputError(f"frame {f} cannot be read: {self.video.broken[f]}")
         return frame[0]
-    def size(self, i): return self.video.size
+    def size(self,
+        i,  # number of the frame: all have one size
+    ):
+        "(w, h) of a frame"
+        return self.video.size
 
-# %% ../nbs/31_examples.ipynb #861fb8be
+# %% ../nbs/31_examples.ipynb #f0dd72f0
 def _contents(path):
     "{'pictures', 'scans', 'videos', 'series'} -> what a folder holds of them"
     files = [p for p in _visible(path) if p.is_file()]
@@ -1070,6 +1166,7 @@ def _query_file(path, window):
     if is_nifti(path.name) or is_dicom(path): return VolumeQuery(open_volume(path, window))
     raise InputError(f"{path} is no picture, scan (.nii.gz) or video that we know")
 
+# %% ../nbs/31_examples.ipynb #58ac2cc9
 def open_queries(
     path,         # as for `open_query`, or a folder with several scans (files, DICOM folders) or videos
     window=None,  # as for `open_query`
@@ -1093,7 +1190,7 @@ def save_mask(
     path,     # a .png file
     colours,  # {id: (r, g, b)}
 ):
-    "An indexed PNG, whole or not at all; 16 bits without colours if a label is above 255"
+    "An indexed PNG, whole or not at all; 16 bits without colours if a label is above 255. Raises `InputError` if a label is no whole number from 0 to 65535"
     labels = _as_labels(np.asarray(labels), path)
     picture = Image.fromarray(labels)
     if labels.dtype == np.uint8: picture.putpalette(_palette(colours))
@@ -1103,7 +1200,7 @@ def write_mask_like(
     query,  # a `VolumeQuery`
     masks,  # (s, h, w) whole numbers, one for each of its slices
 ):
-    "The labels of all slices as a NIfTI image in the scan's own affine, shape and orientation. Raises `InputError` if the shape is another"
+    "The labels of all slices as a NIfTI image in the scan's own affine, shape and orientation. Raises `InputError` if the shape is another, or a label is no whole number from 0 to 65535"
     v, masks = query.volume, _as_labels(np.asarray(masks), query.name)
     if masks.shape != v._canonical: raise InputError(f"masks must have shape (s, h, w)={v._canonical}, got {masks.shape}")
     data = np.asfortranarray(from_slices(masks, v.affine)).reshape(v.stored_shape, order="F")
@@ -1125,15 +1222,23 @@ def save_nifti(
 # %% ../nbs/31_examples.ipynb #87151ac1
 class MaskWriter:
     "Takes the masks of a query, `write(i, labels)`, in any order. PNGs are written at once, the file of a scan when the `with` block ends well; `paths` are what was written"
-    def __init__(self, query, out, classes=None, colours=None):
+    def __init__(self,
+        query,         # a `Query`
+        out,           # the folder to write to
+        classes=None,  # {id: name}: kept in out/classes.json
+        colours=None,  # {id: (r, g, b)}
+    ):
         self.query, self.out, self.classes, self.colours, self.paths = query, Path(out), classes or {}, colours or {}, []
         deep = max(self.classes, default=0) > 255
         self.slices = np.zeros(query.volume._canonical, np.uint16 if deep else np.uint8) if query.kind == "volume" else None
     def __enter__(self): return self
     def __exit__(self, kind, *rest):
         if kind is None: self._finish()
-    def write(self, i, labels):
-        "The labels (h, w) of frame i"
+    def write(self,
+        i,       # number of the frame
+        labels,  # (h, w) whole numbers
+    ):
+        "Take the mask of a frame. Raises `InputError` if it has another size than the frame, or a label is no whole number from 0 to 65535"
         labels, (w, h) = _as_labels(np.asarray(labels), self.query.names[i]), self.query.size(i)
         if labels.shape != (h, w): raise InputError(f"{self.query.names[i]}: a mask must have shape (h, w)={(h, w)}, got {labels.shape}")
         if self.slices is None:
@@ -1149,6 +1254,7 @@ class MaskWriter:
             save_nifti(write_mask_like(self.query, self.slices), self.paths[-1])
         if self.classes: write_json({i: dict(name=n, color=self.colours.get(i) or class_colour(i)) for i, n in self.classes.items()}, self.out/"classes.json")
 
+# %% ../nbs/31_examples.ipynb #be2daffd
 def write_masks(
     query,         # a `Query`
     out,           # the folder to write to
@@ -1157,28 +1263,39 @@ def write_masks(
     classes=None,  # {id: name}: kept in out/classes.json
     colours=None,  # {id: (r, g, b)}
 ):
-    "Write masks in the kind of the query: NAME.png per frame, or NAME_seg.nii.gz. Returns the paths"
+    "Write masks in the kind of the query: NAME.png per frame, or NAME_seg.nii.gz. Returns the paths. Raises `InputError` if a mask does not fit its frame"
     with MaskWriter(query, out, classes, colours) as writer:
         for i, labels in masks: writer.write(i, labels)
     return writer.paths
 
 @patch
-def writer(self: Query, out, classes=None, colours=None):
+def writer(self: Query,
+    out,           # the folder to write to
+    classes=None,  # {id: name}: kept in out/classes.json
+    colours=None,  # {id: (r, g, b)}
+):
     "A `MaskWriter` for this query, to be used with `with`"
     return MaskWriter(self, out, classes, colours)
 
 # %% ../nbs/31_examples.ipynb #011ce2e4
-def _volume_info(item, indices, examples, window):
+def _volume_info(volume):
     "What `freerep info` says about one scan"
-    v = item.volume
-    return dict(name=item.group, slices=len(v), labelled=len(indices), size=v.size, spacing_mm=[round(s, 3) for s in v.spacing], orientation=v.orientation, modality=v.modality,
-                window=v.window)
+    return dict(name=volume.name, slices=len(volume), size=volume.size, spacing_mm=[round(s, 3) for s in volume.spacing], orientation=volume.orientation,
+                modality=volume.modality, window=volume.window)
+
+def _volume_text(v):
+    "The same in a line"
+    seen = f"level {v['window'][0]:g}, width {v['window'][1]:g}" if v["window"] else "window unknown"
+    slices = f"{v['labelled']} of {v['slices']} slices labelled" if "labelled" in v else f"{v['slices']} slices"
+    return f"  {v['name']}: {slices}, {v['size'][0]}x{v['size'][1]}, {' x '.join(f'{s:g}' for s in v['spacing_mm'])} mm, stored {v['orientation']}, {seen}"
+
+def _problems_text(info): return [f"  problem: {_sentence(p)}" for p in info["problems"]] or ["  no problem found"]
 
 def examples_info(
     path,         # as for `open_examples`
     window=None,  # as for `open_examples`
 ):
-    "What is there and what is wrong with it, for JSON; every example is read once"
+    "What is there and what is wrong with it, for JSON; every example is read once. Raises `InputError` as `open_examples` does"
     examples = open_examples(path, window)
     shown, sizes, found = Counter(), Counter(), [(p["file"], p["problem"]) for p in examples.problems]
     for i in progress(range(len(examples)), label="examples"):
@@ -1188,7 +1305,7 @@ def examples_info(
         shown.update(np.unique(e.labels).tolist())
         if e.image.min() == e.image.max(): found.append((examples.names[i], "its picture is of one colour: is the window right?"))
     classes = {i: dict(name=n, colour=examples.colours[i], examples=shown[i]) for i, n in examples.classes.items()}
-    volumes = [_volume_info(examples.items[at[0]], at, examples, window) for n, at in examples.volumes.items()] if examples.kind == "slices" else []
+    volumes = [{**_volume_info(examples.items[at[0]].volume), "name": n, "labelled": len(at)} for n, at in examples.volumes.items()] if examples.kind == "slices" else []
     return dict(path=str(path), kind=examples.kind, examples=len(examples), classes=classes, sizes=dict(sizes), groups=len(examples.volumes), volumes=volumes, problems=_sum_up(found))
 
 def examples_text(
@@ -1198,17 +1315,93 @@ def examples_text(
     lines = [f"{info['path']}: {info['examples']} examples ({info['kind']})" + (f" of {info['groups']} {'scans' if info['volumes'] else 'groups'}" if info["groups"] else "")]
     lines += [f"  sizes: {', '.join(f'{k} ({n})' for k, n in info['sizes'].items())}"]
     lines += [f"  class {i}: {c['name']}, shown in {c['examples']}, colour {'#%02x%02x%02x' % tuple(c['colour'])}" for i, c in info["classes"].items()]
-    for v in info["volumes"]:
-        lines.append(f"  {v['name']}: {v['labelled']} of {v['slices']} slices labelled, {v['size'][0]}x{v['size'][1]}, {' x '.join(f'{s:g}' for s in v['spacing_mm'])} mm, stored {v['orientation']}, "
-                     + (f"level {v['window'][0]:g}, width {v['window'][1]:g}" if v["window"] else "window unknown"))
-    return "\n".join(lines + [f"  problem: {_sentence(p)}" for p in info["problems"]] + ([] if info["problems"] else ["  no problem found"]))
+    return "\n".join(lines + [_volume_text(v) for v in info["volumes"]] + _problems_text(info))
+
+# %% ../nbs/31_examples.ipynb #5adf8c8b
+_PIECE = 1 << 16
+_TRACKING = re.compile(rb'"(?:identity_id|sequence_id|unique_id)"\s*:')
+_OUTLINE = re.compile(rb'"segmentation"\s*:\s*(\{|\[[^]{}"]*\])')     # the run lengths, or the first polygon
+
+def _pieces(path):
+    "Beginning, middle and end of a file, at most 64 KB each"
+    size = path.stat().st_size
+    with open(path, "rb") as f:
+        for at in sorted({0, max(0, (size - _PIECE)//2), max(0, size - _PIECE)}):
+            f.seek(at)
+            yield f.read(_PIECE)
+
+def _is_outline(found, boxes):
+    "Is this the beginning of a segmentation that says more than a box does? (`boxes`: are there boxes in the file?)"
+    if found == b"{": return True
+    try: polygon = json.loads(b"[%s]" % found.strip(b"[] \t\r\n"))
+    except ValueError: return True
+    return bool(polygon) and not (boxes and _is_box(polygon))
+
+def _shows_masks(path):
+    "Does a COCO file hold masks, rather than boxes that follow something through a video?"
+    pieces = list(_pieces(path))
+    if any(map(_TRACKING.search, pieces)): return False
+    return any(_is_outline(found, b'"bbox"' in p) for p in pieces for found in _OUTLINE.findall(p))
 
 def are_examples(
     path,  # a folder or a file
 ):
-    "Does this look like something for `open_examples`? Nothing but names and the heads of JSON files is read"
+    "Does this look like something for `open_examples`? Nothing but names and, of JSON files, beginning, middle and end are read"
     path = Path(path)
-    if path.is_file(): return path.suffix.lower() == ".json"
+    if path.is_file(): return path.suffix.lower() == ".json" and _shows_masks(path)
     if not path.is_dir(): return False
     named = lambda names: any((path/n).is_dir() for n in names)
-    return named(_IMAGES) and named(_LABELS) or any(b'"segmentation"' in p.read_bytes() for p in _coco_files(path))
+    return named(_IMAGES) and named(_LABELS) or any(map(_shows_masks, _coco_files(path)))
+
+# %% ../nbs/31_examples.ipynb #a54fd6e8
+def _first(folder, most=50):
+    "The first entries of a folder in the order of the disk, hidden ones left out"
+    with os.scandir(folder) as entries: return [Path(e.path) for e in itertools.islice(entries, most) if not e.name.startswith(".")]
+
+def _is_scan_file(path): return path.is_file() and (is_nifti(path.name) or path.suffix.lower() not in IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".xml", ".json", ".csv"} and is_dicom(path))
+
+def are_scans(
+    path,  # a file or a folder
+):
+    "Is this a scan (a NIfTI file, a DICOM series) or a folder of scans, without labels? Names and the marks of some files are read"
+    path = Path(path)
+    if not path.is_dir(): return path.is_file() and _is_scan_file(path)
+    if are_examples(path): return False
+    first = _first(path)
+    if any(map(_is_scan_file, first)): return True
+    if any(p.suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES for p in first): return False
+    return any(_is_scan_file(q) for p in first if p.is_dir() for q in _first(p))
+
+def _scan_paths(path):
+    "The scans at a path, or one folder below. Raises `InputError` if there is none"
+    if not path.exists(): raise InputError(f"{path} does not exist: expected a scan (.nii.gz or a folder of DICOM files) or a folder of scans")
+    if path.is_file() or _holds_dicom(path): return [path]
+    found = _scans(path) or [q for p in _visible(path) if p.is_dir() for q in _scans(p)]
+    if not found: raise InputError(f"{path} holds no scan: expected .nii.gz files or folders of DICOM files")
+    return found
+
+# %% ../nbs/31_examples.ipynb #ac98314f
+def scans_info(
+    path,         # a NIfTI file, a DICOM folder, or a folder of these
+    window=None,  # (level, width), or None: as for `open_volume`
+):
+    "What is in scans that have no labels, and what is wrong with them, for JSON; every scan is read once. Raises `InputError` if none can be read"
+    paths, volumes, found = _scan_paths(Path(path)), [], []
+    for p in progress(paths, label="scans"):
+        try: grey = (volume := open_volume(p, window)).read()
+        except InputError as e:
+            if len(paths) == 1: raise
+            found.append(_blame(e, p))
+            continue
+        volumes.append(_volume_info(volume))
+        found += [(p, x) for x in volume_problems(volume)] + ([(p, "its slices are of one colour: is the window right?")] if grey.min() == grey.max() else [])
+    problems = _sum_up(found)
+    if not volumes: raise InputError(f"{path}: no scan can be read. {'; '.join(map(_sentence, problems[:3]))}")
+    return dict(path=str(path), kind="scans", scans=len(volumes), volumes=volumes, problems=problems)
+
+def scans_text(
+    info: dict,  # from `scans_info`
+):
+    "The same as a few lines to read"
+    n = info["scans"]
+    return "\n".join([f"{info['path']}: {n} scan{'s' if n > 1 else ''} without labels"] + [_volume_text(v) for v in info["volumes"]] + _problems_text(info))

@@ -36,8 +36,8 @@ class Part:
 
 # %% ../nbs/30_phantom.ipynb #0a7d19b7
 def part_box(
-    part: Part,
-    axes,  # of `body_axes`
+    part: Part,  # what to find the place of
+    axes,        # of `body_axes`
 ):
     "Slices (z, y, x) of the box that holds the part"
     bump = 1 + sum(abs(w[0]) for w in part.waves)
@@ -47,8 +47,8 @@ def part_box(
     return tuple(span(axis, c, reach[k]) for k, axis, c in zip("zyx", axes, part.centre[::-1]))
 
 def part_level(
-    part: Part,
-    axes,  # of `body_axes`, or a box of them
+    part: Part,  # what to draw
+    axes,        # of `body_axes`, or a box of them
 ):
     "The level (s, h, w) float32, above 0 inside the part"
     z, y, x = (np.asarray(a, np.float32) - np.float32(c) for a, c in zip(axes, part.centre[::-1]))
@@ -160,7 +160,9 @@ def _save(volume, path, spacing):
 
 def phantom_name(
     number: int,  # of the phantom
-): return f"FLARE22_phantom_{number:04d}"
+):
+    "The name of a phantom's files, without `_0000` and suffix"
+    return f"FLARE22_phantom_{number:04d}"
 
 def write_phantoms(
     out,              # the folder to make

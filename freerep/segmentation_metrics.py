@@ -121,7 +121,7 @@ class _Side:
     "One side of the comparison: `kind`, `names`, `read(name)`, and the `classes` that are named"
     def __init__(self, path):
         self.path = Path(path)
-        if are_examples(self.path): return self._examples()
+        if are_examples(self.path) or self.path.suffix.lower() == ".json" and self.path.is_file(): return self._examples()
         self.kind, files = _mask_files(self.path)
         self.classes, file = _class_names(self.path)
         reader = MaskReader(files.values(), read_classes(file)[1] if file else None) if self.kind == "images" else None

@@ -6,11 +6,12 @@
 from __future__ import annotations
 import functools, hashlib, sys, types
 from dataclasses import dataclass, fields
+from http.client import HTTPException
 from pathlib import Path
 import numpy as np, torch, torch.nn.functional as F
 from fastcore.basics import patch
 from PIL import Image
-from .core import InputError, default_device, load_tensors, note, read_json, save_tensors, seeded
+from .core import InputError, atomic_path, default_device, load_tensors, note, read_json, save_tensors, seeded
 
 # %% auto #0
 __all__ = ['Segmenter', 'load_segmenter', 'Features', 'Memory', 'plain_predictor', 'Prediction', 'episode_logits']
@@ -114,18 +115,27 @@ def _build(name, side, cls="SAM2Base"):
 # %% ../nbs/34_segmenter.ipynb #e259eb80
 _URL = "https://dl.fbaipublicfiles.com/segment_anything_2/092824/sam2.1_hiera_{}.pt"
 
+def _fetch(url, path, name):
+    "Fetch official weights; the file gets its name once it was seen to hold weights that fit. Raises `InputError`, and leaves nothing, if it cannot be fetched or holds others"
+    with atomic_path(path) as tmp:
+        try: torch.hub.download_url_to_file(url, str(tmp))
+        except (OSError, HTTPException) as e:
+            raise InputError(f"{url} could not be fetched ({e or type(e).__name__}): fetch it by other means and give the file as checkpoint") from e
+        with seeded(0): model = _build(name, 64)
+        try: _fill(model, _weights(tmp), name, url)
+        except InputError as e:
+            why = str(e).replace(str(tmp), url)
+            raise InputError(f"what was fetched is not kept. {why}. The network may have put another page in its place: fetch it by other means and give the file as checkpoint") from e
+
 def _official(name):
     "The official checkpoint of a size in the folder where torch.hub keeps its files, fetched if it is not there. Raises `InputError`"
     if name == "nano": raise InputError("there are no official weights for 'nano': train one, or choose tiny, small, base_plus or large")
     url = _URL.format(name)
     path = Path(torch.hub.get_dir())/"checkpoints"/url.rsplit("/", 1)[1]
-    if path.is_file(): return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try: torch.hub.download_url_to_file(url, str(path))
-    except OSError as e:
-        raise InputError(f"{url} could not be fetched ({e}): fetch it by other means and give the file as checkpoint") from e
+    if not path.is_file(): _fetch(url, path, name)
     return path
 
+# %% ../nbs/34_segmenter.ipynb #ad5ed114
 def _weights(path):
     "The state dictionary in a checkpoint. Raises `InputError` if it holds something else, or code"
     held = load_tensors(path)
@@ -317,9 +327,18 @@ class Memory:
     def __getitem__(self, i):
         i = [i] if isinstance(i, (int, np.integer)) else i
         return Memory(self.maskmem[i], self.pointer[i])
-    def to(self, device): return Memory(self.maskmem.to(device), self.pointer.to(device))
+    def to(
+        self,
+        device,  # where to
+    ):
+        "The same memory on another device"
+        return Memory(self.maskmem.to(device), self.pointer.to(device))
     @staticmethod
-    def cat(memories): return Memory(torch.cat([m.maskmem for m in memories]), torch.cat([m.pointer for m in memories]))
+    def cat(
+        memories,  # a list of them
+    ):
+        "The classes of several memories, one after the other"
+        return Memory(torch.cat([m.maskmem for m in memories]), torch.cat([m.pointer for m in memories]))
 
 def _square(
     masks,      # (o, h, w) bool
@@ -359,7 +378,7 @@ def empty_memory(
     self: Segmenter,
     features: Features,  # of one image
 ) -> Memory:
-    "The memory of an image for any class that does not show in it, o = 1"
+    "The memory of an image for any class that does not show in it, o = 1. Raises `InputError` for the features of several images"
     _single(features)
     return self._memorise(features, torch.zeros(1, 1, self.image_size, self.image_size))
 
@@ -370,7 +389,7 @@ def remember(
     features: Features,  # of one image
     masks,               # (o, h, w) bool, one per class; an empty mask says that the class is absent
 ) -> Memory:
-    "What SAM2's own video predictor stores for an image and its masks. Raises `InputError` if `masks` has another shape or type"
+    "What SAM2's own video predictor stores for an image and its masks. Raises `InputError` if `masks` has another shape or type, or for the features of several images"
     _single(features)
     m = _square(masks, self.image_size)
     shown = m.flatten(1).any(1)
@@ -467,7 +486,7 @@ def segment(
     *,
     use=None,            # (k, o) bool: which image is context for which class (default: all)
 ) -> Prediction:
-    "Masks of all classes in one pass. Raises `InputError` if the memories are not of the same classes"
+    "Masks of all classes in one pass. Raises `InputError` without memories, if they are not of the same classes, if `use` is not bool (k, o), or for the features of several images"
     _single(features)
     o = len(memories[0]) if memories else 0
     use = _chosen(memories, use, o)
@@ -501,10 +520,13 @@ def track(
     n_frames: int,       # frames of the video
     reverse=False,       # does the time run backwards?
 ):
-    "One step of SAM2's video segmentation: the `Prediction` for a frame, and its `Memory` for the frames to come"
+    """One step of SAM2's video segmentation: the `Prediction` for a frame, and its `Memory` for the frames to come.
+    Raises `InputError` without keyframes, if memories are not of the same objects, or for the features of several images"""
     _single(features)
     if not keyframes: raise InputError("expected at least one keyframe to follow")
-    o = len(next(iter(keyframes.values())))
+    counts = {len(m) for of in (keyframes, recent) for m in of.values()}
+    if len(counts) > 1: raise InputError(f"expected memories of the same objects in keyframes and recent, got {sorted(counts)} objects")
+    o = counts.pop()
     maps = [m.expand(o, -1, -1, -1) for m in features.maps]
     p, pointer = self._decode(self._attend(Features(maps, features.size), frame, keyframes, recent, n_frames, reverse), maps)
     large = F.interpolate(p.logits[:, None], size=(self.image_size,)*2, mode="bilinear")
@@ -518,7 +540,7 @@ def _check_episodes(images, masks):
                      "the query comes last and has no mask")
 
 def episode_logits(
-    segmenter: Segmenter,
+    segmenter: Segmenter,  # whose weights get the gradient
     images,  # (b, t, h, w, 3) uint8, or float in [0, 1]: t - 1 context images, then the query
     masks,   # (b, t - 1, o, h, w) bool, of the context images
 ) -> Prediction:  # logits (b, o, h, w), iou and object_score (b, o), candidates (b, o, m, h, w), candidate_iou (b, o, m)

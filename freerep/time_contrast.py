@@ -44,12 +44,16 @@ def clip_labels(
     positives=None,  # M: how many near frames of each frame are drawn as positives (default: all)
     r=None,          # numpy generator for the draw
 ) -> np.ndarray:     # (n, n) int8: 1 positive, 0 negative, -1 does not count
-    "The label matrix of a clip: Equation 3 of paper B, with near frames that were not drawn masked out"
+    """The label matrix of a clip: Equation 3 of paper B, with near frames that were not drawn masked out.
+    Raises `InputError` if the window is below 2, `positives` below 1, or there is no generator to draw them with"""
     if window < 2: raise InputError(f"window={window}: expected at least 2, or a frame has no neighbour in it")
+    if positives is not None and positives < 1: raise InputError(f"positives={positives}: expected at least 1, or no frame has a positive")
     apart = np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
     near = (apart <= window//2) & (apart > 0)
     labels = near.astype(np.int8)
-    if positives is not None and positives < 2*(window//2): labels[near & (_rank(near, r) >= positives)] = -1
+    drawn = positives is not None and positives < 2*(window//2)
+    if drawn and r is None: raise InputError(f"positives={positives} of {2*(window//2)} near frames are drawn at random: give a numpy generator as r")
+    if drawn: labels[near & (_rank(near, r) >= positives)] = -1
     np.fill_diagonal(labels, -1)
     return labels
 
@@ -97,6 +101,7 @@ def draw_views(
     out[..., 4] = np.abs(out[..., 4])
     return out.astype(np.float32)
 
+# %% ../nbs/32_time_contrast.ipynb #33924229
 def _blur(
     x,      # (m, c, h, w)
     sigma,  # (m,) pixels
@@ -159,7 +164,9 @@ def _resized(
 
 class VideoReader:
     "The frames of a video by their position"
-    def __init__(self, video): self.video, self.name, self.path = video, video.name, str(video.path)
+    def __init__(self,
+        video,  # a `Video`
+    ): self.video, self.name, self.path = video, video.name, str(video.path)
     def __len__(self): return self.video.n_frames
     def read(self,
         at,    # (t,) positions, 0 to len - 1
@@ -175,12 +182,19 @@ class VideoReader:
         "What tells this video from another"
         return f"{self.name} {len(self)} {self.video.size}".encode() + self.video.read(self.video.frames[:1], size=16).tobytes()
 
+# %% ../nbs/32_time_contrast.ipynb #9605da1e
 class VolumeReader:
     "The axial slices of a scan, as if they were frames"
-    def __init__(self, volume, cache): self.volume, self.name, self.path, self.cache = volume, volume.name, str(volume.path), cache
+    def __init__(self,
+        volume,  # a `Volume`
+        cache,   # keeps the resized slices of the scans used last
+    ): self.volume, self.name, self.path, self.cache = volume, volume.name, str(volume.path), cache
     def __len__(self): return len(self.volume)
-    def read(self, at, size):
-        "As `VideoReader.read`"
+    def read(self,
+        at,    # (t,) positions, 0 to len - 1
+        size,  # pixels of a side
+    ):
+        "As `VideoReader.read`; of a scan that cannot be read nothing is found, and a note says so"
         try: slices = self.cache((self.path, size), lambda: np.stack([_resized(s, size) for s in self.volume.read()]))
         except InputError as e:
             note(f"{e}; the scan takes no part")
@@ -214,6 +228,7 @@ def _volumes(paths, cache):
     if why: note(f"{len(why)} of {len(paths)} scans are left out; the first: {why[0]}")
     return out
 
+# %% ../nbs/32_time_contrast.ipynb #af471316
 def _readers(item, cache):
     "The readers of one item"
     if isinstance(item, Examples):
@@ -286,7 +301,8 @@ class RetrieverConfig(Config):
 
 # %% ../nbs/32_time_contrast.ipynb #7dc6d88b
 class ClipBatches:
-    "Batches (frames (b, n, c, h, w) uint8, draws (b, 2, n, 5), labels (b, 2n, 2n) int8, videos (b,)) for a `Learner`"
+    """Batches (frames (b, n, c, h, w) uint8, draws (b, 2, n, 5), labels (b, 2n, 2n) int8, videos (b,)) for a `Learner`.
+    Raises `InputError` if the clips of a batch cannot be dealt to the processes, and while iterating if a video has fewer frames than a clip"""
     def __init__(self,
         readers: list,         # from `frame_readers`
         cfg: RetrieverConfig,  # all settings
@@ -298,11 +314,18 @@ class ClipBatches:
         self.readers, self.cfg, self.rank, self.world, self.epoch = readers, cfg, rank, world, 0
     def __len__(self): return max(1, len(self.readers)//self.cfg.clips)
     def __iter__(self): return self.iter_from(0)
-    def set_epoch(self, epoch): self.epoch = epoch
-    def iter_from(self, start):
+    def set_epoch(self,
+        epoch,  # its number
+    ):
+        "Go to an epoch: its order and its clips are drawn from its number"
+        self.epoch = epoch
+    def iter_from(self,
+        start,  # number of a batch
+    ):
         "The batches of this epoch from number `start` on; those before are not read"
         yield from read_ahead(partial(self._batch, self.epoch), range(start, len(self)), self.cfg.workers)
 
+# %% ../nbs/32_time_contrast.ipynb #c9856100
 @patch
 def videos(self: ClipBatches,
     epoch,   # its number
@@ -396,6 +419,7 @@ def _learner(cfg, batches, out, device, cbs):
     if cfg.schedule == "cosine": own.append(ScheduleCB(cosine_schedule))
     return Learner(model, batches, loss_fn=retriever_loss(cfg), opt=opt, epochs=cfg.epochs, steps=cfg.steps, accumulate=cfg.accumulate, cbs=[*own, *cbs], device=device)
 
+# %% ../nbs/32_time_contrast.ipynb #86e45616
 def train_retriever(
     source,                # as for `frame_readers`: scans or videos, labels are not needed
     cfg: RetrieverConfig,  # all settings
@@ -442,6 +466,7 @@ class Retriever:
         for key, value in sorted(self.model.state_dict().items()): h.update(key.encode()); h.update(value.detach().cpu().contiguous().numpy().tobytes())
         return f"{self.name}-{self.size}-{h.hexdigest()[:16]}"
 
+# %% ../nbs/32_time_contrast.ipynb #9d4fca72
 @patch
 @torch.no_grad()
 def embed(self: Retriever,
@@ -469,7 +494,9 @@ def _vectors(self: Retriever, pixels):
 # %% ../nbs/32_time_contrast.ipynb #b5b31383
 class OneFrame(nn.Module):
     "A `TrackletEncoder` for single pictures: (n, c, h, w) to (n, d)"
-    def __init__(self, encoder):
+    def __init__(self,
+        encoder,  # a `TrackletEncoder`
+    ):
         super().__init__()
         self.encoder = encoder
     def forward(self, x): return self.encoder(x[:, None])
@@ -493,6 +520,7 @@ def foundation_retriever(
     data = timm.data.resolve_model_data_config(net)
     return Retriever(name, net, size=options.get("img_size", data["input_size"][-1]), mean=data["mean"], std=data["std"], device=device)
 
+# %% ../nbs/32_time_contrast.ipynb #6d126b00
 def _from_folder(path, facts, device):
     "A retriever from a folder made by `train_retriever`"
     cfg = RetrieverConfig(**facts["config"])

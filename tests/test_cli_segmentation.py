@@ -104,6 +104,14 @@ def test_force_spares_the_examples(home, tmp_path, capsys):
     assert "--force does not delete that" in capsys.readouterr().err and sorted(p for p in (home/"scans").rglob("*")) == before
 
 
+def test_info_knows_scans(home, tmp_path, capsys):
+    "A scan, and a folder of scans without labels"
+    scan = sorted((home/"scans"/"images").iterdir())[0]
+    for what, n in ((scan, 1), (scan.parent, 3)):
+        assert run("info", what, "--json", tmp_path/f"{n}.json") == 0
+        assert "24" in capsys.readouterr().out and read_json(tmp_path/f"{n}.json")
+
+
 def test_absent_is_passed_on(home, tmp_path, monkeypatch):
     "`--absent ignore` reaches the segmentation, and a word that is neither is refused"
     scan = next((home/"scans"/"images").iterdir())

@@ -1,4 +1,6 @@
 """Examples, queries and masks put back: odd files, all orientations, real scans."""
+import ast
+import importlib
 import itertools
 import json
 import shutil
@@ -16,8 +18,8 @@ from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
 from helpers import scene, write_video
 from freerep.core import InputError
-from freerep.examples import (FLARE22_CLASSES, MaskReader, apply_window, are_examples, array_examples, ArrayQuery, check_window, choose_window, class_colour, decode_rle, examples_info,
-                              examples_text, from_slices, grey_sort, open_examples, open_queries, open_query, open_volume, overlay, paint, polygon_mask, read_binary, read_classes,
+from freerep.examples import (FLARE22_CLASSES, MaskReader, apply_window, are_examples, are_scans, array_examples, ArrayQuery, check_window, choose_window, class_colour, decode_rle, examples_info,
+                              examples_text, from_slices, grey_sort, open_examples, open_queries, open_query, open_volume, overlay, paint, polygon_mask, read_binary, read_classes, scans_info, scans_text,
                               save_mask, to_slices, volume_name, volume_problems, write_mask_like, write_masks, _same_place)
 
 CODES = ["".join(p) for axes in itertools.permutations(("RL", "AP", "SI")) for p in itertools.product(*axes)]
@@ -911,3 +913,161 @@ def test_cvc_clinicdb(shared_data, tmp_path):
 def test_video_of_real_data(shared_data):
     query = open_query(shared_data/"ldpolypvideo/video_101.mp4")
     assert query.kind == "video" and len(query) == 181 and query[3].shape == (480, 560, 3) and query.size(0) == (560, 480)
+
+
+# ---- which reading is meant: examples, scans, or boxes of a video ----
+
+OUTLINE, BOX = [[10, 10, 20, 12, 18, 25]], [[10, 10, 20, 10, 20, 25, 10, 25]]
+
+
+def one_object(root, images=({},), **annotation):
+    "A COCO folder with one annotation"
+    png(root/"images/a.png", np.zeros((60, 80), np.uint8) + np.arange(80, dtype=np.uint8))
+    (root/"annotations").mkdir(exist_ok=True)
+    data = dict(images=[dict(id=1, file_name="a.png", **im) for im in images], categories=[dict(id=1, name="polyp")],
+                annotations=[dict(id=1, image_id=1, category_id=1, bbox=[10, 10, 10, 15], **annotation)])
+    (root/"annotations/instances_train.json").write_text(json.dumps(data))
+    return root
+
+
+@pytest.mark.parametrize("annotation,image,examples", [
+    (dict(segmentation=OUTLINE), {}, True), (dict(segmentation=dict(size=[60, 80], counts=[4800])), {}, True),
+    (dict(segmentation=BOX), {}, False), (dict(segmentation=[BOX[0] + BOX[0][:2]]), {}, False), (dict(segmentation=[]), {}, False), (dict(segmentation=None), {}, False), ({}, {}, False),
+    (dict(segmentation=OUTLINE, identity_id="001-001_1"), {}, False), (dict(segmentation=BOX, unique_id="001-001_1"), {}, False), (dict(segmentation=OUTLINE), dict(sequence_id="001-001", frame_id=3), False)])
+def test_boxes_that_follow_something_are_no_examples(tmp_path, annotation, image, examples):
+    root = one_object(tmp_path/"d", (image,), **annotation)
+    for path in (root, root/"annotations/instances_train.json"): assert are_examples(path) == examples
+
+
+def test_rectangles_without_boxes_are_masks(tmp_path):
+    root = one_object(tmp_path/"d", segmentation=BOX)
+    file = root/"annotations/instances_train.json"
+    file.write_text(file.read_text().replace('"bbox": [10, 10, 10, 15], ', ""))
+    assert are_examples(root) and not open_examples(root).problems
+
+
+def test_masks_made_from_boxes_are_named(tmp_path, capsys):
+    examples = open_examples(one_object(tmp_path/"d", segmentation=BOX))
+    assert examples[0].labels.sum() == 150 and "no outline was drawn" in examples.problems[0]["problem"]
+    assert not open_examples(one_object(tmp_path/"e", segmentation=OUTLINE)).problems
+
+
+@pytest.mark.parametrize("annotation,examples", [(dict(segmentation=OUTLINE), True), (dict(segmentation=BOX, unique_id="1_1"), False), (dict(segmentation=BOX), False)])
+def test_a_large_coco_file_is_not_read_whole(tmp_path, monkeypatch, annotation, examples):
+    "Images come first and fill megabytes; the annotations at the end are seen all the same"
+    root = one_object(tmp_path/"d", **annotation)
+    file = root/"annotations/instances_train.json"
+    data = json.loads(file.read_text())
+    data["images"] = [dict(id=i, file_name=f"images_{i}.png", width=80, height=60) for i in range(40000)]
+    file.write_text(json.dumps(data))
+    read, whole = [], Path.read_bytes
+    import builtins
+    inner = builtins.open
+    def counted(path, *args, **kwargs):
+        f = inner(path, *args, **kwargs)
+        if Path(path) != file: return f
+        class Counted:
+            def __enter__(self): return self
+            def __exit__(self, *a): f.close()
+            def seek(self, *a): return f.seek(*a)
+            def read(self, n=-1): out = f.read(n); read.append(len(out)); return out
+        return Counted()
+    monkeypatch.setattr(builtins, "open", counted)
+    monkeypatch.setattr(Path, "read_bytes", lambda p: read.append(p.stat().st_size) or whole(p))
+    for path in (root, file):
+        read.clear()
+        assert are_examples(path) == examples and 0 < sum(read) <= 4*(1 << 16) < file.stat().st_size
+
+
+def test_a_broken_json_file_is_no_example(tmp_path):
+    for text in ("", "{", '{"segmentation": ', '{"segmentation": [[1, 2', '{"segmentation": [[1, ,]]}', "\x00\xff"):
+        (tmp_path/"x.json").write_text(text)
+        assert are_examples(tmp_path/"x.json") in (False, True)
+        with pytest.raises(InputError, match="x.json"): open_examples(tmp_path/"x.json")
+
+
+def test_run_lengths_are_refused_with_a_reason():
+    for bad, why in (([1, 2], "sum to 3"), ([-1, 13], "from 0"), ([1.5, 10.5], "whole numbers"), (["a", "b"], "whole numbers"), (None, "got None"), (dict(a=1), "as a list"), ("\x7f\x7f", "run lengths")):
+        with pytest.raises(InputError, match=why): decode_rle(bad, (4, 3))
+    assert decode_rle([12], (4, 3)).sum() == 0 and decode_rle((0, 12), (4, 3)).all()
+
+
+def test_broken_run_lengths_name_file_and_reason(tmp_path):
+    root = one_object(tmp_path/"d", segmentation=dict(size=[60, 80], counts=[1.5, 2]))
+    with pytest.raises(InputError, match="instances_train.json holds no segmentation.*whole numbers"): open_examples(root)
+
+
+@pytest.mark.parametrize("code", ["RAS", "PSR", "LPI"])
+def test_scans_without_labels_are_told(tmp_path, code):
+    hu, _ = scan()
+    nifti = save(tmp_path/"one/case_0000.nii.gz", *stored(hu, code))
+    series = dicom(tmp_path/"ct", to_slices(hu, np.eye(4)))
+    for path, name, orientation in ((nifti, "case", code), (tmp_path/"one", "case", code), (series, "ct", "LPS")):
+        assert are_scans(path) and not are_examples(path)
+        info = scans_info(path)
+        v, = info["volumes"]
+        assert json.loads(json.dumps(info)) and info["scans"] == 1 and not info["problems"]
+        assert (v["name"], v["slices"], tuple(v["size"]), v["orientation"], tuple(v["window"])) == (name, 6, (12, 10), orientation, (40, 400))
+        assert v["spacing_mm"] == [2, 3, 5]
+        text = scans_text(info)
+        for part in (name, "6 slices", "12x10", "2 x 3 x 5 mm", f"stored {orientation}", "level 40, width 400", "no problem"): assert part in text
+    assert scans_info(nifti, (-600, 1500))["volumes"][0]["window"] == (-600, 1500)
+
+
+def test_a_folder_of_scans_tells_of_each_and_of_what_is_wrong(tmp_path):
+    hu, _ = scan()
+    for name in ("a", "b"): save(tmp_path/f"d/{name}.nii.gz", *stored(hu, "RAS"))
+    dicom(tmp_path/"d/series", to_slices(hu, np.eye(4)))
+    save(tmp_path/"d/flat.nii.gz", *stored(np.full_like(hu, 7), "RAS"))
+    (tmp_path/"d/cut.nii.gz").write_bytes((tmp_path/"d/a.nii.gz").read_bytes()[:900])
+    info = scans_info(tmp_path/"d")
+    assert are_scans(tmp_path/"d") and sorted(v["name"] for v in info["volumes"]) == ["a", "b", "flat", "series"]
+    said = {Path(p["file"]).name: p["problem"] for p in info["problems"]}
+    assert set(said) == {"flat.nii.gz", "cut.nii.gz"} and "one colour" in said["flat.nii.gz"] and "cut short" in said["cut.nii.gz"]
+    with pytest.raises(InputError, match="cut short"): scans_info(tmp_path/"d/cut.nii.gz")
+    for n in ("a", "b", "flat"): (tmp_path/f"d/{n}.nii.gz").write_bytes((tmp_path/"d/cut.nii.gz").read_bytes())
+    shutil.rmtree(tmp_path/"d/series")
+    with pytest.raises(InputError, match="no scan can be read"): scans_info(tmp_path/"d")
+
+
+def test_one_folder_a_patient(tmp_path):
+    hu, _ = scan()
+    for p in ("p1", "p2"): save(tmp_path/f"d/{p}/{p}.nii.gz", *stored(hu, "RAS"))
+    assert are_scans(tmp_path/"d") and scans_info(tmp_path/"d")["scans"] == 2
+
+
+def test_what_is_no_scan(tmp_path):
+    scan_folder(tmp_path/"labelled")
+    (tmp_path/"videos").mkdir()
+    write_video(tmp_path/"videos/a.mp4", [scene(i) for i in range(3)])
+    png(tmp_path/"pictures/a.png", np.zeros((9, 9), np.uint8))
+    for p in ("001-001_annotations/001-001_1.xml", "001-001_frames/001-001_1.jpg", "001-001_frames/001-001_2.jpg"):
+        (tmp_path/"real"/p).parent.mkdir(parents=True, exist_ok=True), (tmp_path/"real"/p).write_bytes(b"x")
+    for name in ("labelled", "videos", "videos/a.mp4", "pictures", "pictures/a.png", "real", "absent"): assert not are_scans(tmp_path/name), name
+    with pytest.raises(InputError, match="does not exist"): scans_info(tmp_path/"absent")
+    with pytest.raises(InputError, match="holds no scan"): scans_info(tmp_path/"real")
+    one = next(dicom(tmp_path/"ct", np.zeros((3, 8, 8))).iterdir())
+    assert are_scans(one)
+    with pytest.raises(InputError, match="one slice of a DICOM series"): scans_info(one)
+
+
+def test_labels_of_another_size_are_not_laid_over():
+    with pytest.raises(InputError, match="shape of the image"): overlay(np.zeros((6, 8), np.uint8), np.zeros((8, 6), int), {})
+
+
+@pytest.mark.parametrize("module", ["phantom", "examples", "time_contrast", "segmenter", "segmentation_metrics"])
+def test_what_is_public_is_described(module):
+    "A docstring on every public class, function and method, and a comment for each of their arguments"
+    code = Path(importlib.import_module(f"freerep.{module}").__file__).read_text()
+    lines, missing = code.splitlines(), []
+    exempt = {"set_epoch", "forward", "save", "after_epoch", "after_fit"}        # named by PyTorch and the `Learner`
+    for node in ast.parse(code).body:
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"): continue
+        if not ast.get_docstring(node): missing.append(node.name)
+        inner = [m for m in node.body if isinstance(m, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else []
+        for f in inner + ([node] if isinstance(node, ast.FunctionDef) else []):
+            public = not f.name.startswith("_") or f.name == "__init__"
+            if f in inner and public and f.name not in exempt | {"__init__"} and not ast.get_docstring(f): missing.append(f"{node.name}.{f.name}")
+            own = [a for a in f.args.args + f.args.kwonlyargs if a.arg != "self"]
+            if public and f.name not in exempt: missing += [f"{node.name}.{f.name}: {a.arg}" for a in own if "#" not in lines[a.lineno - 1]]
+    assert not missing

@@ -292,3 +292,17 @@ def test_classes_that_never_meet_are_told(tmp_path, capsys):
     for other in (np.zeros_like(one), 2*one + (np.arange(12) > 10)[:, None].astype(np.uint8)):
         save_mask(other, tmp_path/"q.png", {})
         assert not segeval(tmp_path/"p.png", tmp_path/"q.png")["problems"]
+
+
+def test_truth_in_a_coco_file_of_rectangles(tmp_path):
+    "A file that is named as the truth holds masks, also where its outlines are no more than boxes"
+    (tmp_path/"images").mkdir()
+    Image.fromarray(np.zeros((20, 30), np.uint8)).save(tmp_path/"images/a.png")
+    write_json(dict(images=[dict(id=1, file_name="a.png")], categories=[dict(id=1, name="polyp")],
+                    annotations=[dict(id=1, image_id=1, category_id=1, bbox=[5, 5, 10, 8], segmentation=[[5, 5, 15, 5, 15, 13, 5, 13]])]), tmp_path/"truth.json")
+    mask = np.zeros((20, 30), np.uint8)
+    mask[5:13, 5:10] = 1
+    (tmp_path/"p").mkdir()
+    Image.fromarray(mask).save(tmp_path/"p/a.png")
+    s, = segeval(tmp_path/"p", tmp_path/"truth.json")["classes"]
+    assert s["name"] == "polyp" and s["dice_slice"] == pytest.approx(2*40/120)

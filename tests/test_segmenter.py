@@ -1,6 +1,7 @@
 """The segmenter against SAM2's own predictor, its weights files, its gradients and what it leaves behind."""
 import functools
 import gc
+import shutil
 import subprocess
 import sys
 import weakref
@@ -263,6 +264,27 @@ def test_official_weights_are_fetched_once(tmp_path, monkeypatch, no_init):
     with pytest.raises(InputError, match="no official weights"): load_segmenter("nano", "official", device="cpu")
 
 
+@pytest.mark.parametrize("fault,words", [("page", "was refused"), ("cut", "broken"), ("other", "does not fit.*looks like a checkpoint of 'nano'"), ("empty", "holds no weights"), ("http", "could not be fetched.*IncompleteRead"), ("status", "could not be fetched")])
+def test_a_bad_download_does_not_stay(tmp_path, monkeypatch, no_init, fault, words):
+    "Nothing is left under the final name, or beside it, and a later attempt fetches again"
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    good = tmp_path/"good.pt"
+    torch.save({"model": module._build("tiny", 64).state_dict()}, good)
+    def fetch(url, path):
+        from http.client import BadStatusLine, IncompleteRead
+        if fault == "http": raise IncompleteRead(b"abc", 100)
+        if fault == "status": raise BadStatusLine("")
+        if fault == "other": return torch.save({"model": module._build("nano", 64).state_dict()}, path)
+        if fault == "empty": return torch.save({"model": {}}, path)
+        with open(path, "wb") as f: f.write(b"<html>log in</html>" if fault == "page" else good.read_bytes()[:100000])
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
+    with pytest.raises(InputError, match=words) as said: load_segmenter("tiny", "official", device="cpu", image_size=64)
+    assert "https://" in str(said.value) and ".tmp" not in str(said.value) and not list((tmp_path/"checkpoints").iterdir())
+    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda url, path: shutil.copy(good, path))
+    load_segmenter("tiny", "official", device="cpu", image_size=64).close()
+    assert [p.name for p in (tmp_path/"checkpoints").iterdir()] == ["sam2.1_hiera_tiny.pt"]
+
+
 def test_fingerprint_follows_weights_size_and_behaviour(tmp_path):
     a = load_segmenter("nano", device="cpu")
     first = a.fingerprint
@@ -331,6 +353,8 @@ def test_bad_contexts():
                       (lambda: segmenter.segment(one, [memory], use=np.ones((3, 1), bool)), r"\(1, 3\)"),
                       (lambda: segmenter.segment(one, [memory], use=np.ones((1, 3), int)), "bool"),
                       (lambda: segmenter.track(one, frame=0, keyframes={}, recent={}, n_frames=1), "keyframe"),
+                      (lambda: segmenter.track(one, frame=1, keyframes={0: memory}, recent={2: memory[[0]]}, n_frames=3), "same objects"),
+                      (lambda: segmenter.track(one, frame=1, keyframes={0: memory, 2: memory[[0]]}, recent={}, n_frames=3), "same objects"),
                       (lambda: episode_logits(segmenter, pictures(0, 2), discs(0, 1, 1)[None]), "query comes last"),
                       (lambda: episode_logits(segmenter, pictures(0, 2)[None], discs(0, 2, 1)[None]), "query comes last")):
         with pytest.raises(InputError, match=why): call()

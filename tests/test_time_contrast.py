@@ -124,6 +124,12 @@ def test_drawn_positives(seed, window, m):
     assert (two[:n, n:][off] == drawn[off]).all() and (two[n:, :n][off] == drawn[off]).all()
 
 
+def test_labels_that_cannot_be_drawn():
+    for kwargs, why in ((dict(window=1), "window=1"), (dict(window=4, positives=0), "positives=0"), (dict(window=6, positives=2), "numpy generator")):
+        with pytest.raises(InputError, match=why): clip_labels(8, **kwargs)
+    assert (clip_labels(8, 6, 6) == clip_labels(8, 6)).all()              # all near frames: nothing to draw
+
+
 def test_every_near_frame_is_drawn_equally_often():
     r = np.random.default_rng(0)
     counts = sum((clip_labels(9, 6, 2, r) == 1).astype(int) for _ in range(3000))
