@@ -173,12 +173,13 @@ def bank(
     sam2: str = None,        # nano, tiny, small, base_plus or large (default: that of the run given as checkpoint, or tiny)
     checkpoint: str = None,  # weights of the segmenter: a file, a run of `freerep finetune`, or official
     image_size: int = None,  # side of the square that the segmenter sees (default: that of the run, or SAM2's)
+    max_gb: float = 16.,     # of memories kept on disk; the least recently used go first
     window: str = None,      # LEVEL,WIDTH of scans, examples and queries alike (default: 40,400 for CT, percentiles for others)
     force: bool = False,     # replace OUT if it exists
 ):
     "A bank of examples: their vectors now, their SAM2 memories when they are needed"
     from freerep.bank import make_bank
-    made = make_bank(examples, out, retriever=retriever, sam2=sam2, checkpoint=checkpoint, image_size=image_size, window=window if window in (None, "auto") else window.split(","), force=force)
+    made = make_bank(examples, out, retriever=retriever, sam2=sam2, checkpoint=checkpoint, image_size=image_size, window=window if window in (None, "auto") else window.split(","), max_bytes=int(max_gb*2**30), force=force)
     print(f"{out}: {len(made.vectors)} examples of {len(made.classes)} classes")
 
 @command

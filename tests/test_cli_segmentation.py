@@ -137,6 +137,7 @@ def test_the_study_on_a_stand_in(home, tmp_path, capsys):
     (["bank", "{home}/scans", "--checkpoint", "{home}/retriever", "--out", "{out}"], ["retriever", "finetune"]),
     (["bank", "{home}/scans", "--sam2", "nano", "--retriever", "{home}/tuned", "--out", "{out}"], ["tuned", "freerep retriever"]),
     (["bank", "{home}/scans", "--sam2", "nano", "--window", "wide", "--out", "{out}"], ["wide", "level"]),
+    (["bank", "{home}/scans", "--sam2", "nano", "--max-gb", "0", "--out", "{out}"], ["max_bytes", "not even one memory"]),
     (["bank", "{home}/nothing", "--out", "{out}"], ["nothing", "does not exist"]),
     (["bank", "{home}/scans", "--out", "{home}/bank"], ["bank", "--force"]),
     (["segment", "{home}/scans", "{home}/scans/images", "--out", "{out}"], ["no bank"]),
