@@ -333,6 +333,7 @@ def make_bank(
 ) -> ExampleBank:
     "Make a bank on disk: config.json, examples.json, vectors.npy, memories/. Raises `InputError` if `out` exists or something does not fit"
     check_folder(out, force)
+    check_apart(out, examples, retriever, checkpoint)
     segmenter = load_segmenter(sam2, checkpoint, image_size=image_size)
     opened = examples if isinstance(examples, Examples) else open_examples(examples, window)
     config = dict(examples=_place(examples), retriever=_place(retriever), sam2=segmenter.name, checkpoint=_place(checkpoint), image_size=segmenter.image_size,

@@ -7,7 +7,8 @@ __all__ = ['commands', 'command', 'command_parser', 'demo', 'synth', 'info', 'tr
            'segment', 'segeval', 'retriever', 'finetune', 'study', 'main']
 
 # %% ../nbs/50_cli.ipynb #e6c744cc
-import argparse, inspect, sys, typing
+import argparse, inspect, shutil, sys, typing
+from pathlib import Path
 from fastcore.docments import docments
 
 # %% ../nbs/50_cli.ipynb #d5aab41d
@@ -102,9 +103,10 @@ def train(
     force: bool = False,     # replace OUT if it exists
 ):
     "Annotation-free training of a tracklet encoder"
-    from freerep.core import override
+    from freerep.core import check_apart, override
     from freerep.pretraining import PretrainConfig, pretrain
     from freerep.sources import open_source
+    check_apart(out, *source)
     cfg = override(PretrainConfig(preset=preset), set or [])
     run = pretrain([open_source(s) for s in source], cfg, out=out, resume=resume, force=force)
     print(f"{run.path}: trained for {len(run.log)} steps, loss {run.log.loss.tail(20).mean():.3f}")
@@ -182,6 +184,20 @@ def bank(
     made = make_bank(examples, out, retriever=retriever, sam2=sam2, checkpoint=checkpoint, image_size=image_size, window=window if window in (None, "auto") else window.split(","), max_bytes=int(max_gb*2**30), force=force)
     print(f"{out}: {len(made.vectors)} examples of {len(made.classes)} classes")
 
+def _earlier_results(out, names, force):
+    "Folders in `out` that an earlier `freerep segment` wrote for other queries than these. Raises `InputError` if `out` holds something else, or anything without `force`, or if two queries have one name"
+    from freerep.core import InputError, check_folder, check_free
+    out = Path(out)
+    check_free(out, force)
+    twice = [n for n in names if names.count(n) > 1]
+    if twice: raise InputError(f"there are several scans or videos called {twice[0]}: their results would get one folder; rename them")
+    if not out.exists(): return []
+    if not out.is_dir(): raise InputError(f"{out} is a file: expected the name of a folder to be made")
+    for p in out.iterdir():
+        if not (p/"confidence.csv").is_file(): raise InputError(f"{out} holds {p.name}, not written by `freerep segment`: --force does not delete that; choose another name")
+        check_folder(p, force)
+    return [p for p in out.iterdir() if p.name not in names]
+
 @command
 def segment(
     bank: str,               # a folder written by `freerep bank`
@@ -198,26 +214,31 @@ def segment(
 ):
     "Segment from the examples of a bank; several scans or videos get a folder each"
     from freerep.bank import open_bank
-    from freerep.core import InputError, check_folder, check_free, note
+    from freerep.core import InputError, check_apart, check_folder, note
     from freerep.examples import open_queries
-    from freerep.image_segmentation import segment_query
+    from freerep.image_segmentation import check_gamma, segment_query
     from freerep.video_segmentation import segment_video
-    queries, opened, failed = open_queries(query), open_bank(bank), []
-    (check_folder if len(queries) == 1 else check_free)(out, force)
-    names = [q.name for q in queries]
-    twice = [n for n in names if names.count(n) > 1]
-    if twice: raise InputError(f"{query} holds several scans or videos called {twice[0]}: their results would get one folder; rename them")
+    check_apart(out, bank, query)
+    failed = []
+    queries = open_queries(query, failed=failed)
+    total = len(queries) + len(failed)
+    several = total > 1
+    if several: old = _earlier_results(out, [q.name for q in queries], force)
+    else: check_folder(out, force)
+    opened = open_bank(bank)
+    opened.select(opened.vectors[0], k, strategy), opened.counts([0], absent=absent), check_gamma(gamma)
     for q in queries:
-        to = out if len(queries) == 1 else f"{out}/{q.name}"
+        to = f"{out}/{q.name}" if several else out
         try:
             if video or q.kind == "video": segment_video(opened, q.path if q.kind == "images" else q, to, k=k, strategy=strategy, gamma=.5 if gamma is None else gamma, absent=absent, cover=cover, seed=seed, force=force)
             else: segment_query(opened, q, to, k=k, strategy=strategy, gamma=gamma, absent=absent, cover=cover, seed=seed, force=force)
         except InputError as e:
-            if len(queries) == 1: raise
-            note(f"{q.path}: {e}")
-            failed.append(q.name)
+            if not several: raise
+            failed.append((q.path, str(e)))
         else: print(f"{to}: masks, confidence.csv, report.html")
-    if failed: raise InputError(f"{len(failed)} of {len(queries)} could not be segmented, see above: {', '.join(failed)}")
+    for path, why in failed: note(f"{path}: {why}")
+    if failed: raise InputError(f"{len(failed)} of {total} could not be segmented: {', '.join(p.name for p, _ in failed)}")
+    for folder in old if several else (): shutil.rmtree(folder)
 
 # %% ../nbs/50_cli.ipynb #a0b89817
 @command
@@ -249,8 +270,9 @@ def retriever(
     force: bool = False,     # replace OUT if it exists
 ):
     "Time-contrastive pretraining of a retriever of similar images"
-    from freerep.core import override
+    from freerep.core import check_apart, override
     from freerep.time_contrast import RetrieverConfig, train_retriever
+    check_apart(out, *source)
     train_retriever(source, override(RetrieverConfig(preset=preset), set or []), out=out, resume=resume, force=force)
     print(f"{out}: trained")
 
@@ -266,9 +288,10 @@ def finetune(
     force: bool = False,     # replace OUT if it exists
 ):
     "Fine-tune SAM2 on synthetic videos of similar examples"
-    from freerep.core import override
+    from freerep.core import check_apart, override
     from freerep.finetuning import FinetuneConfig, finetune as train
     from freerep.time_contrast import load_retriever
+    check_apart(out, examples, retriever, checkpoint)
     found = load_retriever(retriever) if retriever else None
     begin = {"checkpoint": checkpoint} if checkpoint else {}
     train(examples, override(override(FinetuneConfig(preset=preset), begin), set or []), retriever=found, out=out, resume=resume, force=force)

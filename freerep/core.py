@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 # %% auto #0
 __all__ = ['InputError', 'atomic_path', 'write_json', 'read_json', 'write_csv', 'check_free', 'written_here', 'list_written',
-           'check_folder', 'new_folder', 'rng', 'seeded', 'default_device', 'versions', 'save_tensors', 'load_tensors',
-           'override', 'Config', 'note', 'progress']
+           'check_folder', 'check_apart', 'new_folder', 'rng', 'seeded', 'default_device', 'versions', 'save_tensors',
+           'load_tensors', 'override', 'Config', 'note', 'progress']
 
 # %% ../nbs/00_core.ipynb #4350671c
 class InputError(ValueError):
@@ -81,13 +81,13 @@ _LIST = ".freerep"
 def written_here(
     out,  # a folder
 ):
-    "The names in a folder that `list_written` noted down, a set"
+    "What `list_written` noted down in a folder, a set"
     file = Path(out)/_LIST
     return set(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else set()
 
 def list_written(
     out,    # a folder
-    names,  # of files and folders in it that are ours
+    names,  # of what is ours in it; a name that ends with / is a folder of which all is
 ):
     "Note down what may be replaced with `--force`"
     with atomic_path(Path(out)/_LIST) as tmp: tmp.write_text("\n".join(sorted(names)), encoding="utf-8")
@@ -101,8 +101,25 @@ def check_folder(
     check_free(out, force)
     if not out.exists(): return
     if not out.is_dir(): raise InputError(f"{out} is a file: expected the name of a folder to be made")
-    others = sorted({p.name for p in out.iterdir()} - {*written_here(out), _LIST})
-    if others: raise InputError(f"{out} holds {others[0]}{f' and {len(others) - 1} more things' if len(others) > 1 else ''} not written by this command: --force does not delete that; choose another name")
+    ours = written_here(out) | {_LIST}
+    whole = tuple(n for n in ours if n.endswith("/"))
+    other = next((n for n in _files(out) if n not in ours and not n.startswith(whole)), None)
+    if other: raise InputError(f"{out} holds {other}, not written by freerep: --force does not delete that; choose another name")
+
+def _files(folder):
+    "Relative names of all files and, with a / at the end, of all empty folders below a folder"
+    empty = lambda p: p.is_dir() and not any(p.iterdir())
+    return (p.relative_to(folder).as_posix() + ("/" if p.is_dir() else "") for p in folder.rglob("*") if not p.is_dir() or empty(p))
+
+def check_apart(
+    out,      # what is to be written
+    *inputs,  # paths of what is read; anything else is passed over
+):
+    "Raise `InputError` if `out` is an input, or holds one"
+    out = Path(out).resolve()
+    for path in inputs:
+        if isinstance(path, (str, Path)) and Path(path).exists() and out in (Path(path).resolve(), *Path(path).resolve().parents):
+            raise InputError(f"{out} {'is what is read' if out == Path(path).resolve() else f'holds {path}, which is read'}: choose another place for what is written")
 
 @contextlib.contextmanager
 def new_folder(
@@ -118,7 +135,7 @@ def new_folder(
     os.chmod(tmp, 0o777 & ~_umask())
     try:
         yield tmp
-        list_written(tmp, [p.name for p in tmp.iterdir()])
+        list_written(tmp, _files(tmp))
         check_folder(out, force)
         if out.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))

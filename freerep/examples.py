@@ -1172,13 +1172,21 @@ def open_queries(
     window=None,  # as for `open_query`
     *,
     kind=None,    # as for `open_query`
+    failed=None,  # a list: of several, those that cannot be opened are added to it, (path, reason), instead of raising
 ):
     "All that is to be segmented at `path`, a list of `Query`: one for each scan or video of a folder, else one"
     path = Path(path)
     if not path.is_dir(): return [open_query(path, window, kind=kind)]
     found = _contents(path)
     several = found.get("scans") or found.get("videos") or ([] if found else [p for p in _visible(path) if p.is_dir() and _contents(p)])
-    return [open_query(p, window, kind=kind) for p in several] or [open_query(path, window, kind=kind)]
+    if len(several) < 2: return [open_query(several[0] if several else path, window, kind=kind)]
+    queries = []
+    for p in several:
+        try: queries.append(open_query(p, window, kind=kind))
+        except InputError as e:
+            if failed is None: raise
+            failed.append((p, str(e)))
+    return queries
 
 # %% ../nbs/31_examples.ipynb #892d93d4
 def _palette(colours):

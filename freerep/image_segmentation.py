@@ -14,8 +14,8 @@ from .examples import Query, _as_picture, open_query, overlay
 from .report import html_note, html_page, html_picture, html_section, html_table, strip, write_page
 
 # %% auto #0
-__all__ = ['label_map', 'confidence_of', 'Result', 'segment_image', 'class_legend', 'confidence_summary', 'segmentation_page',
-           'segment_query']
+__all__ = ['label_map', 'confidence_of', 'Result', 'check_gamma', 'segment_image', 'class_legend', 'confidence_summary',
+           'segmentation_page', 'segment_query']
 
 # %% ../nbs/36_image_segmentation.ipynb #dba9d358
 def label_map(
@@ -49,7 +49,10 @@ class Result:
     context: np.ndarray        # (k,) indices of the examples, the best match last
     logits: np.ndarray = None  # (o, h, w) float32, if asked for
 
-def _check_gamma(gamma):
+def check_gamma(
+    gamma,  # the least confidence, or None
+):
+    "Raise `InputError` if `gamma` is no confidence"
     if gamma is not None and not 0 <= gamma <= 1: raise InputError(f"gamma={gamma}: expected a confidence between 0 and 1")
 
 @torch.no_grad()
@@ -67,7 +70,7 @@ def segment_image(
     cover=False,         # exchange context until each class is shown, where possible?
 ) -> Result:
     "Segment an image from the examples of a bank. Raises `InputError` if the image or an argument is not as described"
-    _check_gamma(gamma)
+    check_gamma(gamma)
     image = _as_picture(image, "image")
     context = bank.select(image, k, strategy, seed=seed, cover=cover) if context is None else np.asarray(context)
     seg, size, use = bank.segmenter, image.shape[:2], bank.counts(context, absent=absent)
@@ -158,7 +161,7 @@ def segment_query(
 ) -> pd.DataFrame:       # frame, class, confidence, name, pixels
     "Segment pictures or a scan and write what came out. Raises `InputError` if `out` exists, or for what cannot be segmented"
     check_folder(out, force)
-    _check_gamma(gamma)
+    check_gamma(gamma)
     bank, query = _open(bank, query, window)
     shown, rows, blocks = set(np.linspace(0, len(query) - 1, min(_SHOWN, len(query))).round().astype(int).tolist()), [], []
     with new_folder(out, force) as folder:
@@ -169,7 +172,7 @@ def segment_query(
                 rows += _rows(query.names[i], result, bank.classes)
                 if i in shown: blocks.append(_frame_block(bank, query.names[i], image, result))
         table = pd.DataFrame(rows, columns=["frame", "class", "confidence", "name", "pixels"])
-        how = f"Context: {k} examples, {strategy}{', exchanged until each class is shown' if cover else ''}; a class that an example does not show counts as {'absent' if absent == 'empty' else 'unlabelled'} there" + (f"; masks below a confidence of {gamma:g} are left out." if gamma is not None else ".")
+        how = f"Context: {min(k, len(bank))} examples, {strategy}{', exchanged until each class is shown' if cover else ''}; a class that an example does not show counts as {'absent' if absent == 'empty' else 'unlabelled'} there" + (f"; masks below a confidence of {gamma:g} are left out." if gamma is not None else ".")
         write_csv(table, folder/"confidence.csv")
         write_page(segmentation_page(bank, query, table, blocks, how), folder/"report.html")
     if query.broken: note(f"{query.path}: {len(query.broken)} of {len(query)} frames could not be read and have no mask: {', '.join(query.names[i] for i in query.broken)}")

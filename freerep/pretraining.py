@@ -245,6 +245,15 @@ def _compare(out, old, new):
 # %% ../nbs/09_pretraining.ipynb #3885e1e6
 _FILES = ("config.json", "log.csv", "loss.png", "last.safetensors", "state")
 
+def _check_ours(out, kind):
+    "Raise `InputError` if files of a run's names in `out` are not those of a run of this kind"
+    there = [n for n in _FILES if (out/n).exists()] if out.is_dir() else [out.name] if out.exists() else []
+    if not there: return
+    try: facts = _run_facts(out, kind, weights=False)
+    except InputError: facts = None
+    state = [p.name for p in (out/"state").iterdir() if not p.name.startswith(("last.pt", ".last.pt"))] if (out/"state").is_dir() else []
+    if facts is None or state: raise InputError(f"{out} holds {state[0] if state else there[0]}, not written by `{_COMMANDS[kind]}`: --force does not delete that; choose another name")
+
 def _begin(out, facts, resume, force):
     "Make the folder of a run, or check that it may go on; says whether there is a state to go on from"
     state = out/"state"/"last.pt"
@@ -253,6 +262,7 @@ def _begin(out, facts, resume, force):
         if not state.exists(): note(f"{out}: nothing was saved yet, begins from the start")
         return state.exists()
     check_free(out, force)
+    _check_ours(out, facts["kind"])
     if resume: note(f"{out}: there is no run to resume, begins a new one")
     for old in (out/name for name in _FILES): shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
     with disk_room(out): write_json(facts, out/"config.json")

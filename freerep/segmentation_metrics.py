@@ -113,7 +113,8 @@ def _read_pictures(pred, truth, name, problems):
 
 def _class_names(*places):
     "({id: name}, the file) of the first file of classes in, or beside, one of these places"
-    folders = [f for p in map(Path, places) for f in ((p, p.parent) if p.is_dir() else (p.parent,))]
+    below = lambda p: sorted(f for f in p.iterdir() if f.is_dir())                 # `freerep segment` gives each of several scans a folder
+    folders = [f for p in map(Path, places) for f in ((p, *below(p), p.parent) if p.is_dir() else (p.parent,))]
     file = next((f/n for f in folders for n in CLASS_FILES if (f/n).is_file()), None)
     return (read_classes(file)[0], file) if file else ({}, None)
 

@@ -250,6 +250,7 @@ def load_segmenter(
 ) -> Segmenter:
     "Build a segmenter and fill in its weights. Raises `InputError` for an unknown name, a bad size, or a file that is unsafe or does not fit"
     checkpoint, made, size = _run_of(checkpoint)
+    if size is not None and image_size not in (None, size): note(f"{checkpoint} was trained at {size} px, and is used at {image_size}")
     name, image_size = name or made or "tiny", size if image_size is None else image_size
     if name not in _TRUNKS: raise InputError(f"unknown segmenter {name!r}: the segmenters are {', '.join(_TRUNKS)}")
     side = (_NANO if name == "nano" else _OFFICIAL)["side"] if image_size is None else image_size

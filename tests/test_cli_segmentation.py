@@ -83,7 +83,7 @@ def test_several_scans_one_of_which_fails(home, tmp_path, capsys):
     (folder/"b.nii.gz").write_bytes(scan[:len(scan)//2])
     assert run("segment", home/"bank", folder, "--k", 2, "--out", tmp_path/"out") == 2
     err = capsys.readouterr().err
-    assert "1 of 3 could not be segmented" in err and "b.nii.gz" in err and {p.name for p in (tmp_path/"out").iterdir()} == {"a", "c"}
+    assert "1 of 3 could not be segmented: b.nii.gz" in err and "b.nii.gz" in err and {p.name for p in (tmp_path/"out").iterdir()} == {"a", "c"}
     (folder/"a_0000.nii.gz").write_bytes(scan)
     assert run("segment", home/"bank", folder, "--k", 2, "--out", tmp_path/"twice") == 2
     assert "called a" in capsys.readouterr().err and not (tmp_path/"twice").exists()
@@ -100,8 +100,45 @@ def test_a_scan_as_a_video(home, tmp_path):
 def test_force_spares_the_examples(home, tmp_path, capsys):
     "The folder of the examples given as --out by mistake"
     before = sorted(p for p in (home/"scans").rglob("*"))
-    assert run("segment", home/"bank", next((home/"scans"/"images").iterdir()), "--out", home/"scans"/"labels", "--force") == 2
-    assert "--force does not delete that" in capsys.readouterr().err and sorted(p for p in (home/"scans").rglob("*")) == before
+    for args, words in ((("segment", home/"bank", next((home/"scans"/"images").iterdir()), "--out", home/"masks-of-mine"), "--force does not delete that"),
+                        (("segment", home/"bank", home/"scans"/"images", "--out", home/"masks-of-mine"), "--force does not delete that"),
+                        (("segment", home/"bank", home/"scans"/"images", "--out", home/"bank"), "is what is read"),
+                        (("segment", home/"bank", home/"scans"/"images", "--out", home), "which is read"),
+                        (("bank", home/"scans", "--sam2", "nano", "--out", home/"scans"), "is what is read"),
+                        (("finetune", home/"scans", "--preset", "nano", "--set", "steps=1", "--out", home/"scans"), "is what is read"),
+                        (("finetune", home/"scans", "--preset", "nano", "--set", "steps=1", "--out", home/"bank"), "not written by `freerep finetune`"),
+                        (("retriever", home/"scans"/"images", "--preset", "tiny", "--out", home/"scans"), "which is read")):
+        (home/"masks-of-mine").mkdir(exist_ok=True); (home/"masks-of-mine"/"a.txt").write_text("mine")
+        assert run(*args, "--force") == 2
+        assert words in capsys.readouterr().err and sorted(p for p in (home/"scans").rglob("*")) == before, args
+    assert (home/"masks-of-mine"/"a.txt").read_text() == "mine" and (home/"bank"/"examples.json").exists()
+    (home/"masks-of-mine"/"a.txt").unlink(); (home/"masks-of-mine").rmdir()
+
+
+def test_force_leaves_no_result_of_other_scans(home, tmp_path):
+    "What an earlier call wrote for scans that are not asked for any more goes; and names of classes are found below"
+    new = tmp_path/"new"
+    new.mkdir()
+    scan = sorted((home/"scans"/"images").iterdir())[0].read_bytes()
+    for n in "ab": (new/f"{n}.nii.gz").write_bytes(scan)
+    assert run("segment", home/"bank", new, "--k", 2, "--out", tmp_path/"out") == 0
+    (new/"a.nii.gz").rename(new/"c.nii.gz")
+    assert run("segment", home/"bank", new, "--k", 2, "--out", tmp_path/"out") == 2
+    assert run("segment", home/"bank", new, "--k", 2, "--out", tmp_path/"out", "--force") == 0
+    assert {p.name for p in (tmp_path/"out").iterdir()} == {"b", "c"}
+    assert run("segeval", tmp_path/"out", tmp_path/"out", "--out", tmp_path/"s.json") == 0
+    assert "liver" in [c["name"] for c in read_json(tmp_path/"s.json")["classes"]]
+
+
+def test_runs_replace_runs_of_their_kind_only(home, tmp_path, capsys):
+    "--force on somebody's folder with a config.json, or with something in state/"
+    own = tmp_path/"own"
+    (own/"state").mkdir(parents=True); (own/"state"/"thesis.txt").write_text("mine"); (own/"config.json").write_text('{"mine": 1}')
+    args = ("finetune", home/"scans", "--preset", "nano", "--set", "steps=1", "batch=1", "--out")
+    assert run(*args, own, "--force") == 2 and "thesis.txt" in capsys.readouterr().err
+    (own/"state"/"thesis.txt").unlink()
+    assert run(*args, own, "--force") == 2 and "config.json" in capsys.readouterr().err and (own/"config.json").read_text() == '{"mine": 1}'
+    assert run(*args, tmp_path/"run") == 0 and run(*args, tmp_path/"run", "--force") == 0
 
 
 def test_info_knows_scans(home, tmp_path, capsys):

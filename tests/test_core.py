@@ -2,6 +2,7 @@
 import dataclasses
 import errno
 import os
+import shutil
 import subprocess
 import sys
 
@@ -53,6 +54,15 @@ def test_force_replaces_what_we_made_and_nothing_else(tmp_path):
     for name, why in (("ours", "notes.txt"), ("theirs", "picture.png"), ("file", "is a file")):
         with pytest.raises(InputError, match=why):
             with new_folder(tmp_path/name, force=True): raise AssertionError("began to work")
+    with new_folder(tmp_path/"deep") as tmp: (tmp/"images").mkdir(); (tmp/"images"/"1.png").write_text("1"); (tmp/"memories").mkdir()
+    (tmp_path/"deep"/"memories"/"x").write_text("a folder that was empty is ours as a whole")
+    with new_folder(tmp_path/"deep", force=True) as tmp: (tmp/"images").mkdir()
+    (tmp_path/"deep"/"images"/"picture.png").write_text("mine")      # an empty folder of ours may be filled, then it goes with it
+    with new_folder(tmp_path/"sub") as tmp: (tmp/"images").mkdir(); (tmp/"images"/"1.png").write_text("1")
+    (tmp_path/"sub"/"images"/"picture.png").write_text("mine")
+    with pytest.raises(InputError, match="images/picture.png"):
+        with new_folder(tmp_path/"sub", force=True): pass
+    shutil.rmtree(tmp_path/"deep"), shutil.rmtree(tmp_path/"sub")
     with pytest.raises(InputError, match="late.txt"):      # it came while we worked
         with new_folder(tmp_path/"new", force=True) as tmp: (tmp_path/"new").mkdir(); (tmp_path/"new"/"late.txt").write_text("mine")
     assert {p.name: p.read_text() for p in tmp_path.rglob("*") if p.is_file() and p.name not in ("a", ".freerep")} == {n: "mine" for n in ("notes.txt", "picture.png", "file", "late.txt")}
