@@ -4,7 +4,7 @@
 
 # %% ../nbs/37_video_segmentation.ipynb #fdbe1b28
 from __future__ import annotations
-import dataclasses, tempfile
+import dataclasses, shutil, tempfile
 from pathlib import Path
 import numpy as np, pandas as pd, torch
 from fastcore.basics import patch
@@ -12,15 +12,15 @@ from matplotlib.figure import Figure
 from PIL import Image
 from .bank import open_bank
 from .context import similarity as cosine_similarity
-from .core import InputError, atomic_path, check_free, load_tensors, new_folder, note, progress, save_tensors, versions, write_json
-from .examples import Query, class_colour, open_query, overlay
+from .core import InputError, atomic_path, check_apart, check_folder, check_free, load_tensors, new_folder, note, progress, save_tensors, versions, write_json
+from .examples import Query, class_colour, open_queries, open_query, overlay
 from .report import html_note, html_page, html_picture, html_section, html_table, strip, time_stamp, write_page
-from .image_segmentation import confidence_of, label_map
+from .image_segmentation import check_gamma, confidence_of, label_map, segment_query
 from .segmenter import Features
 
 # %% auto #0
 __all__ = ['frame_similarity', 'choose_keyframes', 'keep_confident', 'choose_start', 'walk', 'memory_plan', 'VideoResult',
-           'segment_video']
+           'segment_video', 'segment_all']
 
 # %% ../nbs/37_video_segmentation.ipynb #690fa91b
 def _batches(frames, max_bytes, most=32):
@@ -403,3 +403,53 @@ def _to_folder(run, query, out, colours, settings, force):
         write_json(dict(query=str(query.path), settings=settings, classes=result.classes, keyframes=result.keyframes, kept=result.kept, forced=result.forced, encodings=result.encodings,
                         broken=query.broken, versions=versions()), tmp/"result.json")
     return result
+
+# %% ../nbs/37_video_segmentation.ipynb #5fa47e0e
+def _earlier_results(out, names, force):
+    "Folders in `out` that were written for other queries than these. Raises `InputError` if `out` holds something else, or anything without `force`, or if two queries have one name"
+    check_free(out, force)
+    twice = [n for n in names if names.count(n) > 1]
+    if twice: raise InputError(f"there are several scans or videos called {twice[0]}: their results would get one folder; rename them")
+    if not out.exists(): return []
+    if not out.is_dir(): raise InputError(f"{out} is a file: expected the name of a folder to be made")
+    for p in out.iterdir():
+        if not (p/"confidence.csv").is_file(): raise InputError(f"{out} holds {p.name}, not written by `freerep segment`: --force does not delete that; choose another name")
+        check_folder(p, force)
+    return [p for p in out.iterdir() if p.name not in names]
+
+# %% ../nbs/37_video_segmentation.ipynb #82c19010
+def segment_all(
+    bank,   # an `ExampleBank`, or the folder of one
+    query,  # path of a picture, a folder of pictures, a scan, a video, or a folder of several scans or videos
+    out,    # the folder to be made; of several scans or videos, each gets a folder in it
+    *,
+    video=False,         # carry masks from frame to frame in scans and folders of pictures, too?
+    gamma=None,          # least confidence: of a keyframe in a video (default .5), of a mask elsewhere (default: none)
+    k=10,                # context images
+    strategy="diverse",  # how they are chosen: diverse, topk or random
+    absent="empty",      # as for `segment_image`
+    cover=False,         # exchange context until each class is shown, where possible?
+    seed=0,              # of the random choice
+    force=False,         # replace what was written there before?
+) -> list:               # the folders written
+    "Segment everything at a path. Raises `InputError` for an impossible setting, if `out` holds something, and at the end if one of several could not be segmented"
+    out, failed, done = Path(out), [], []
+    check_apart(out, bank, query)
+    queries = open_queries(query, failed=failed)
+    total = len(queries) + len(failed)
+    old = _earlier_results(out, [q.name for q in queries], force) if total > 1 else check_folder(out, force)
+    bank, how = open_bank(bank) if isinstance(bank, (str, Path)) else bank, dict(k=k, strategy=strategy, absent=absent, cover=cover, seed=seed, force=force)
+    bank.select(bank.vectors[0], k, strategy), bank.counts([0], absent=absent), check_gamma(gamma)   # a wrong setting is no fault of a scan
+    for q in queries:
+        to = out/q.name if total > 1 else out
+        try:
+            if video or q.kind == "video": segment_video(bank, q.path if q.kind == "images" else q, to, gamma=.5 if gamma is None else gamma, **how)
+            else: segment_query(bank, q, to, gamma=gamma, **how)
+        except InputError as e:
+            if total == 1: raise
+            failed.append((q.path, str(e)))
+        else: done.append(to)
+    for path, why in failed: note(f"{path}: {why}")
+    if failed: raise InputError(f"{len(failed)} of {total} could not be segmented: {', '.join(p.name for p, _ in failed)}")
+    for folder in old or (): shutil.rmtree(folder)
+    return done
